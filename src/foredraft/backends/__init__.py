@@ -1,0 +1,1 @@
+"""What runs the target, and draft models: one contract (`base`), several engines."""

@@ -1,0 +1,101 @@
+"""The loop: propose a draft, score it in one target forward, accept a path, keep exactly that path, learn."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from time import perf_counter
+
+from foredraft.acceptance import RULES
+from foredraft.backends.base import Backend, Query
+from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.generation import Generation, Request, Setup
+from foredraft.proposers.base import Drafter, Verification
+from foredraft.text import Decodes
+from foredraft.types import Event
+
+MOST_DRAFT_TOKENS = 64
+
+
+class Engine:
+    """Speculative decoding of any number of requests over one target.
+
+    Args:
+        backend: The target.
+        drafter: What drafts; `None` is plain decoding, the same loop with empty drafts.
+        tokenizer: For text and stop strings; without it the events carry no text.
+        stop_tokens: Ids that end an answer.
+        draft_tokens: Most nodes of a draft, in [0, 64]; 0 is plain decoding.
+        rule: Name of the acceptance rule; `None` takes the one that fits each request.
+
+    Raises:
+        InvalidInputError: An argument is out of range.
+        UnsupportedError: The drafter does not fit the rule or the backend; the message says what does.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        drafter: Drafter | None = None,
+        *,
+        tokenizer: Decodes | None = None,
+        stop_tokens: Collection[int] = (),
+        draft_tokens: int = 7,
+        rule: str | None = None,
+    ) -> None:
+        if not 0 <= draft_tokens <= MOST_DRAFT_TOKENS:
+            raise InvalidInputError(f"draft_tokens is {draft_tokens}, but must be in [0, {MOST_DRAFT_TOKENS}].")
+        if rule is not None and rule not in RULES:
+            raise InvalidInputError(f"There is no acceptance rule '{rule}'; known: {', '.join(RULES)}.")
+        if drafter is not None and drafter.trees:
+            _refuse_trees(drafter, backend, rule)
+        self._backend = backend
+        self._setup = Setup(
+            backend=backend,
+            drafter=drafter if draft_tokens else None,
+            tokenizer=tokenizer,
+            stop_tokens=stop_tokens,
+            draft_tokens=draft_tokens,
+            rule=RULES[rule] if rule is not None else None,
+        )
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
+        """Events of all requests, each with the index of its request, until every one has ended.
+
+        Raises:
+            InvalidInputError: A request is not right; all are checked before the first one starts.
+        """
+        running = {index: Generation(request, self._setup) for index, request in enumerate(requests)}
+        for generation in running.values():
+            generation.start()
+        while running:
+            yield from self._round(running)
+            running = {index: g for index, g in running.items() if g.finish_reason is None}
+
+    def _round(self, running: dict[int, Generation]) -> Iterator[tuple[int, Event]]:
+        """One round of every running request. This is speculative decoding."""
+        drafts = [g.propose() for g in running.values()]
+
+        started = perf_counter()
+        queries = [Query(g.cache, g.tokens[-1], draft) for g, draft in zip(running.values(), drafts, strict=True)]
+        scored = self._backend.forward(queries)
+        verify_seconds = perf_counter() - started
+
+        for (index, g), draft, logits in zip(running.items(), drafts, scored, strict=True):
+            started = perf_counter()
+            p = g.law(g.tokens, draft, logits)
+            verdict = g.rule.decide(draft, p, g.source)
+            verdict, events = g.emit(verdict)
+            self._backend.commit(g.cache, verdict.path)
+            accept_seconds = perf_counter() - started
+            events += g.close_round(Verification(draft, logits, p), verdict, verify_seconds, accept_seconds)
+            yield from ((index, event) for event in events)
+
+
+def _refuse_trees(drafter: Drafter, backend: Backend, rule: str | None) -> None:
+    advice = "Use a drafter of chains, such as 'ngram' or 'draft:REF'."
+    if not backend.capabilities.trees:
+        raise UnsupportedError(
+            f"Drafter '{drafter.name}' drafts trees, which backend '{backend.name}' cannot verify. {advice}"
+        )
+    if rule is not None and not RULES[rule].trees:
+        raise UnsupportedError(f"Drafter '{drafter.name}' drafts trees, which rule '{rule}' does not accept. {advice}")

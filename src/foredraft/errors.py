@@ -1,0 +1,21 @@
+"""Everything foredraft refuses, as one small hierarchy.
+
+Each message says what was given, what is allowed, and what to do about it. The command line prints the message alone
+and exits with status 2; the Python API raises.
+"""
+
+
+class ForedraftError(Exception):
+    """Base class of all errors a user can cause."""
+
+
+class InvalidInputError(ForedraftError, ValueError):
+    """A setting, prompt or tensor outside what is allowed. Also a `ValueError`."""
+
+
+class ModelError(ForedraftError):
+    """A model that cannot be found, fetched, read or trusted."""
+
+
+class UnsupportedError(ForedraftError):
+    """A pair that cannot work together (model and backend, target and drafter): named when the engine is built."""

@@ -1,0 +1,206 @@
+"""One request in flight: its tokens, KV caches, randomness, text and figures. The engine drives many of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+import torch
+
+from foredraft.acceptance import Rule, default_rule
+from foredraft.backends.base import Backend, KVCache
+from foredraft.errors import InvalidInputError
+from foredraft.metrics import summarize, zero_acceptance
+from foredraft.proposers.base import Drafter, Verification
+from foredraft.sampling import Law, RandomSource, SamplingLaw, TorchSource
+from foredraft.text import Decodes, TextStream
+from foredraft.types import (
+    Completion,
+    Draft,
+    Event,
+    FinishEvent,
+    FinishReason,
+    Origin,
+    RoundEvent,
+    RoundStats,
+    SamplingParams,
+    TokenEvent,
+    Verdict,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it.
+
+    The last four fields serve callers who bring their own sampling law, randomness, test for the end (it is given all
+    tokens so far), or a KV cache that holds the beginning of the prompt already; else all follow from `params`.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    law: Law | None = None
+    source: RandomSource | None = None
+    halt: Callable[[Sequence[int]], bool] | None = None
+    cache: KVCache | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all requests of an engine share; `Engine` documents the fields."""
+
+    backend: Backend
+    drafter: Drafter | None
+    tokenizer: Decodes | None
+    stop_tokens: Collection[int]
+    draft_tokens: int
+    rule: Rule | None
+
+
+class Generation:
+    """The state of one request between rounds.
+
+    Raises:
+        InvalidInputError: The prompt is empty, too long or not of this vocabulary, or a setting does not fit.
+    """
+
+    def __init__(self, request: Request, setup: Setup) -> None:
+        params = request.params
+        self.tokens = _checked_prompt(request.prompt, setup.backend)
+        self._prompt_length = len(self.tokens)
+        self._limit = len(self.tokens) + params.max_tokens
+        if setup.backend.context is not None:
+            self._limit = min(self._limit, setup.backend.context)
+        if params.stop and setup.tokenizer is None:
+            raise InvalidInputError("Stop strings need a tokenizer, and there is none here.")
+        seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
+        self._settings = replace(params, seed=seed)
+        self.source = request.source or TorchSource(torch.Generator().manual_seed(seed))
+        self.law = request.law or SamplingLaw(params)
+        self.rule = setup.rule or default_rule(self.law.greedy)
+        if self.rule.name == "greedy" and not self.law.greedy:
+            raise InvalidInputError("Rule 'greedy' fits temperature 0 only; leave the rule open or use 'token'.")
+        self._halt = request.halt
+        self._stop_tokens = frozenset() if params.ignore_eos else frozenset(setup.stop_tokens)
+        self._text = TextStream(setup.tokenizer, params.stop) if setup.tokenizer is not None else None
+        self._setup = setup
+        self.cache = request.cache or setup.backend.new_cache()
+        self._proposer = setup.drafter.proposer(self.law, self.source) if setup.drafter is not None else None
+
+        self.finish_reason: FinishReason | None = None
+        self._pieces: list[str] = []
+        self._origins: list[Origin] = []
+        self._rounds: list[RoundStats] = []
+        self._draft_cost = (0, 0.0)  # forwards and seconds of the draft now in flight
+        self._started = self._first_token = 0.0
+
+    def start(self) -> None:
+        """Cache the prompt but for its last token: that is the root of the first round, which drafts already."""
+        self._started = perf_counter()
+        self._setup.backend.prefill(self.cache, self.tokens[self.cache.length : -1])
+
+    def propose(self) -> Draft:
+        """A draft that leaves room for the token that every round adds."""
+        self._draft_cost = (0, 0.0)
+        budget = min(self._setup.draft_tokens, self._limit - len(self.tokens) - 1)
+        if self._proposer is None or budget < 1:
+            return Draft()
+        started, forwards = perf_counter(), self._proposer.forwards
+        draft = self._proposer.propose(self.tokens, budget)
+        self._draft_cost = (self._proposer.forwards - forwards, perf_counter() - started)
+        return draft
+
+    def emit(self, verdict: Verdict) -> tuple[Verdict, list[Event]]:
+        """Append the verdict's tokens in order; what follows one that ends the answer never happened.
+
+        Returns the part of the verdict that counts and the events of its tokens.
+        """
+        events: list[Event] = []
+        for token, origin in zip(verdict.tokens, verdict.origins, strict=True):
+            self.tokens.append(token)
+            self._origins.append(origin)
+            events.append(TokenEvent(token, origin, self._read(token)))
+            if self.finish_reason is not None:
+                break
+        kept = len(events)
+        rejected = verdict.rejected and kept == len(verdict.tokens)
+        return Verdict(verdict.path[:kept], verdict.tokens[:kept], rejected), events
+
+    def _read(self, token: int) -> str:
+        """Look for the end of the answer in this token; return the text it sets free."""
+        text = ""
+        if token in self._stop_tokens:
+            self.finish_reason = "stop_token"
+        elif self._text is not None:
+            text, stopped = self._text.push(token)
+            self._pieces.append(text)
+            if stopped:
+                self.finish_reason = "stop_string"
+        if self.finish_reason is None and self._halt is not None and self._halt(self.tokens):
+            self.finish_reason = "halted"
+        if self.finish_reason is None and len(self.tokens) >= self._limit:
+            self.finish_reason = "length"
+        return text
+
+    def close_round(self, verification: Verification, verdict: Verdict, verify: float, accept: float) -> list[Event]:
+        """Let the proposer learn, count the round, and build the completion if it was the last one."""
+        if self._proposer is not None:
+            self._proposer.observe(verification, verdict)
+        forwards, seconds = self._draft_cost
+        stats = RoundStats(
+            drafted=len(verification.draft),
+            accepted=len(verdict.path),
+            emitted=len(verdict.tokens),
+            draft_forwards=forwards,
+            draft_seconds=seconds,
+            verify_seconds=verify,
+            accept_seconds=accept,
+        )
+        self._rounds.append(stats)
+        now = perf_counter()
+        if len(self._rounds) == 1:
+            self._first_token = now
+        if self.finish_reason is None:
+            return [RoundEvent(stats)]
+        return [RoundEvent(stats), self._finish(self.finish_reason, now)]
+
+    def _finish(self, reason: FinishReason, now: float) -> FinishEvent:
+        drafter = self._setup.drafter
+        held = "" if self._text is None or reason == "stop_string" else self._text.flush()
+        warning = zero_acceptance(self._rounds, drafter.when_nothing_is_accepted) if drafter is not None else None
+        completion = Completion(
+            text="".join([*self._pieces, held]),
+            ids=tuple(self.tokens[self._prompt_length :]),
+            origins=tuple(self._origins),
+            finish_reason=reason,
+            settings=self._settings,
+            stats=summarize(
+                self._rounds,
+                ttft_seconds=self._first_token - self._started,
+                seconds=now - self._started,
+                drafter=drafter.name if drafter is not None else "none",
+                rule=self.rule.name,
+                backend=self._setup.backend.name,
+            ),
+            warnings=(warning,) if warning is not None else (),
+        )
+        return FinishEvent(held, completion)
+
+
+def _checked_prompt(prompt: Sequence[int], backend: Backend) -> list[int]:
+    tokens = list(prompt)
+    if not tokens:
+        raise InvalidInputError("The prompt is empty: give at least one token to continue from.")
+    if backend.context is not None and len(tokens) >= backend.context:
+        raise InvalidInputError(
+            f"The prompt has {len(tokens)} tokens, but the model's context is {backend.context} and one more must fit: "
+            "shorten the prompt."
+        )
+    strange = next((t for t in tokens if not 0 <= t < backend.vocab_size), None)
+    if strange is not None:
+        raise InvalidInputError(
+            f"Token id {strange} in the prompt is outside the vocabulary, whose ids are 0 to {backend.vocab_size - 1}."
+        )
+    return tokens

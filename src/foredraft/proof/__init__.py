@@ -1,0 +1,1 @@
+"""Losslessness that can be checked: output laws by enumeration."""

@@ -1,0 +1,223 @@
+"""The values that travel through a round: settings in, drafts and verdicts between, events and a completion out.
+
+All are frozen. Settings check themselves when they are built, so that nothing half-valid reaches the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from foredraft.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Origin = Literal["draft", "correction", "bonus"]
+"""Where an emitted token came from. Plain decoding emits only bonus tokens: it drafts nothing, so rejects nothing."""
+
+FinishReason = Literal["stop_token", "stop_string", "length", "halted"]
+"""Why an answer ended. `length` is the token limit or the end of the context; `halted` a caller's own test."""
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it ends.
+
+    Args:
+        max_tokens: Most tokens to emit, at least 1.
+        temperature: 0 is greedy decoding (exactly, not a small temperature); otherwise logits are divided by it.
+        top_k: Keep the k likeliest tokens; 0 keeps all.
+        top_p: Keep the smallest set of likeliest tokens whose probabilities sum to at least this, in (0, 1].
+        min_p: Drop tokens less likely than this share of the likeliest one, in [0, 1].
+        seed: Seed of the request's private random source; `None` takes a fresh one, which the completion reports.
+        stop: Strings that end the answer; the text is cut before the first of them.
+        ignore_eos: Go on past the model's stop tokens (for measurements of a fixed length).
+
+    Raises:
+        InvalidInputError: A value is outside its range; the message names it and the range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        elif isinstance(self.stop, (list, tuple)):
+            object.__setattr__(self, "stop", tuple(self.stop))
+        self._require("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
+        self._require("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
+        self._require("top_k", _is_integer(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all)")
+        self._require("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
+        self._require("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
+        good_seed = self.seed is None or (_is_integer(self.seed) and 0 <= self.seed < 2**63)
+        self._require("seed", good_seed, "an integer in [0, 2**63), or None for a fresh one")
+        good_stop = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
+        self._require("stop", good_stop, "a string or a list of strings, none of them empty")
+
+    def _require(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise InvalidInputError(f"{name} is {getattr(self, name)!r}, but must be {allowed}.")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the law is the one-hot of the argmax at every position."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree of proposed tokens below the root, the last emitted token. A chain is a tree without branches.
+
+    Args:
+        tokens: `[N]` token ids in an order where every parent comes before its children.
+        parents: `[N]` index of each node's parent, -1 for children of the root.
+        q: `[N, V]`, row i the distribution that node i was drawn from, after the whole sampling pipeline; `None` when
+            the nodes are a deterministic function of the context (a point mass).
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    q: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.parents)
+        assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
+        assert self.q is None or self.q.shape[0] == len(self.tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], q: Tensor | None = None) -> Draft:
+        """A draft in which every token follows the one before."""
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), q)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has a sibling."""
+        return self.parents == tuple(range(-1, len(self) - 1))
+
+
+class Verdict(NamedTuple):
+    """What an acceptance rule decided about a draft.
+
+    `path` holds the accepted nodes (indices into the draft, root to leaf); `tokens` their ids and then the one token
+    drawn from the target: a correction if `rejected`, else the bonus.
+    """
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+    rejected: bool
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Origin of each of `tokens`."""
+        last: Origin = "correction" if self.rejected else "bonus"
+        origins: list[Origin] = ["draft"] * len(self.path)
+        return (*origins, last)[: len(self.tokens)]
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """Counts and seconds of one round of one sequence."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+    draft_forwards: int
+    draft_seconds: float
+    verify_seconds: float
+    accept_seconds: float
+
+
+class TokenEvent(NamedTuple):
+    """One emitted token. `text` is what may now be shown: empty while a character or a stop string is open."""
+
+    token: int
+    origin: Origin
+    text: str
+
+
+class RoundEvent(NamedTuple):
+    """One round is over; the tokens it emitted came just before."""
+
+    stats: RoundStats
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The figures of one answer, the same everywhere (see `metrics.summarize`). Times are wall-clock.
+
+    `target_forwards` counts the forwards that score tokens; the prompt's prefill is in `ttft_ms` instead.
+    `mean_accepted_length` = tokens / target_forwards, so plain decoding has 1.00. `acceptance_rate` = accepted /
+    drafted, `None` if nothing was drafted. `tpot_ms` = (end to end - TTFT) / (tokens - 1), `None` for one token.
+    """
+
+    tokens: int
+    target_forwards: int
+    draft_forwards: int
+    drafted: int
+    accepted: int
+    acceptance_rate: float | None
+    mean_accepted_length: float
+    ttft_ms: float
+    tpot_ms: float | None
+    tokens_per_second: float
+    seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    accept_seconds: float
+    drafter: str
+    rule: str
+    backend: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished answer.
+
+    `ids` are the emitted token ids, the one that ended the answer included; `text` is their text, without special
+    tokens and cut before a stop string. `origins` tells for each id where it came from. `settings` are the sampling
+    settings in effect, with the seed that was used.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    finish_reason: FinishReason
+    settings: SamplingParams
+    stats: Stats
+    warnings: tuple[str, ...] = ()
+
+
+class FinishEvent(NamedTuple):
+    """The answer is complete. `text` was held back until now: pieces of all events joined are `completion.text`."""
+
+    text: str
+    completion: Completion
+
+
+Event = TokenEvent | RoundEvent | FinishEvent
+"""What the engine yields. The tokens of a round come first, then its figures, after the last round the end."""
