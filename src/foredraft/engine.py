@@ -24,7 +24,7 @@ class Engine:
         drafter: What drafts; `None` is plain decoding, the same loop with empty drafts.
         tokenizer: For text and stop strings; without it the events carry no text.
         stop_tokens: Ids that end an answer.
-        draft_tokens: Most nodes of a draft, in [0, 64]; 0 is plain decoding.
+        draft_tokens: Most nodes of a draft, in [0, 64]; 0 is plain decoding, `None` what suits the drafter.
         rule: Name of the acceptance rule; `None` takes the one that fits each request.
 
     Raises:
@@ -39,9 +39,11 @@ class Engine:
         *,
         tokenizer: Decodes | None = None,
         stop_tokens: Collection[int] = (),
-        draft_tokens: int = 7,
+        draft_tokens: int | None = None,
         rule: str | None = None,
     ) -> None:
+        if draft_tokens is None:
+            draft_tokens = drafter.draft_tokens if drafter is not None else 0
         if not 0 <= draft_tokens <= MOST_DRAFT_TOKENS:
             raise InvalidInputError(f"draft_tokens is {draft_tokens}, but must be in [0, {MOST_DRAFT_TOKENS}].")
         if rule is not None and rule not in RULES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 _UNFINISHED = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
@@ -11,7 +11,7 @@ _UNFINISHED = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 class Decodes(Protocol):
     """The part of a tokenizer that text needs."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> Any:
         """Text of the ids."""
         ...
 
@@ -50,7 +50,7 @@ class TextStream:
         return whole[len(self._decode(self._ids[self._start : self._settled])) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
 
     def _release(self, piece: str) -> tuple[str, bool]:
         text = self._held + piece

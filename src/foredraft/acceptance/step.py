@@ -110,12 +110,17 @@ def _integer_ids(draft_tokens: Sequence[int] | Tensor) -> list[int]:
                 "tensor of integer ids."
             )
         return [int(x) for x in draft_tokens.tolist()]
-    ids = []
-    for i, x in enumerate(draft_tokens):
-        try:
-            ids.append(index(x))
-        except TypeError:
-            raise InvalidInputError(f"draft_tokens[{i}] is {x!r}, but must be an integer id.") from None
-        if isinstance(x, bool):
-            raise InvalidInputError(f"draft_tokens[{i}] is {x!r}, a truth value, but must be an integer id.")
-    return ids
+    try:
+        given = list(draft_tokens)
+    except TypeError:
+        raise InvalidInputError(f"draft_tokens is {draft_tokens!r}, but must be a sequence of integer ids.") from None
+    return [_integer_id(i, x.item() if isinstance(x, Tensor) and x.numel() == 1 else x) for i, x in enumerate(given)]
+
+
+def _integer_id(i: int, x: object) -> int:
+    try:
+        if not isinstance(x, bool):
+            return index(x)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise InvalidInputError(f"draft_tokens[{i}] is {x!r}, but must be an integer id.")

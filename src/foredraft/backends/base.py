@@ -49,6 +49,8 @@ class Backend(ABC):
     """Rows of logits that have a token (padding of the embedding is cut off)."""
     context: int | None
     """Most tokens a sequence may have, if the model has such a limit."""
+    stop_tokens: frozenset[int]
+    """Ids that end an answer by the model's own settings."""
     capabilities: Capabilities
 
     @abstractmethod

@@ -42,7 +42,7 @@ class TransformersBackend(Backend):
     """The contract of `Backend` over a loaded transformers model.
 
     Args:
-        model: A decoder-only model in evaluation mode. Its device and dtype are taken as they are.
+        model: A decoder-only model; its device and dtype stay, and it is put into evaluation mode.
         vocab_size: Logits past this are cut off (padding of the embedding); `None` keeps all.
 
     Raises:
@@ -56,8 +56,11 @@ class TransformersBackend(Backend):
         refuse_unless_croppable(model)
         config = model.config.get_text_config(decoder=True)
         self.model: Any = model
+        torch.nn.Module.eval(model)
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
         self.context = getattr(config, "max_position_embeddings", None)
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        self.stop_tokens = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         # The keyword was renamed in transformers 5.2x; the old one warns there.
         renamed = "cache" in inspect.signature(model.forward).parameters
         self._cache_keyword = "cache" if renamed else "past_key_values"

@@ -42,6 +42,8 @@ class Drafter(ABC):
     """Whether its drafts may be drawn from a q, besides being point masses."""
     trees: bool = False
     """Whether its drafts may branch."""
+    draft_tokens: int
+    """Nodes of a draft when the user does not say."""
     when_nothing_is_accepted: str
     """Likely causes of zero acceptance, for a warning."""
 

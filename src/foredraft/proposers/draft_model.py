@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from foredraft.backends.base import Backend, Query
+from foredraft.errors import UnsupportedError
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.sampling import Law, RandomSource
 from foredraft.types import Draft, Verdict
@@ -18,13 +19,14 @@ class DraftModel(Drafter):
     """Drafts with a second model (Leviathan et al. 2023, arXiv 2211.17192).
 
     Args:
-        backend: The draft model; its ids must mean what the target's mean (`models.check_vocabularies`).
+        backend: The draft model; its ids must mean what the target's mean (`refuse_other_vocabulary`).
         vocab_size: The target's; ids that only the draft model has are never drawn, ids it lacks get q = 0.
         stop_tokens: Drafting ends after one of these.
     """
 
     name = "draft"
     sampled = True
+    draft_tokens = 4
     when_nothing_is_accepted = "the draft model may be broken, or made for another chat template or kind of text"
 
     def __init__(self, backend: Backend, vocab_size: int, stop_tokens: Collection[int] = ()) -> None:
@@ -91,3 +93,28 @@ class DraftModelProposer(Proposer):
         self.forwards += 1
         missing = self._vocab_size - logits.shape[1]
         return torch.nn.functional.pad(logits[-1:], (0, missing), value=-torch.inf)  # a negative pad cuts
+
+
+def refuse_other_vocabulary(target: Mapping[str, int], draft: Mapping[str, int], draft_rows: int) -> None:
+    """Raise unless every id means the same token to both models. Sizes may differ by padding and by extra tokens.
+
+    Args:
+        target: The target's tokens, string to id.
+        draft: The draft model's.
+        draft_rows: Rows of the draft model's embedding: it must be able to read every id of the target.
+
+    Raises:
+        UnsupportedError: The first id that means two things, or the first that the draft model cannot read.
+    """
+    meaning = {i: token for token, i in draft.items()}
+    for token, i in sorted(target.items(), key=lambda item: item[1]):
+        if meaning.get(i, token) != token:
+            raise UnsupportedError(
+                f"The draft model has another vocabulary: id {i} is {token!r} to the target and {meaning[i]!r} to the "
+                "draft model. Use a draft model with the target's tokenizer."
+            )
+        if i >= draft_rows:
+            raise UnsupportedError(
+                f"The draft model has another vocabulary: it reads ids below {draft_rows}, and id {i} is {token!r} "
+                "to the target. Use a draft model with the target's tokenizer."
+            )

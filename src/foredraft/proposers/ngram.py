@@ -15,6 +15,7 @@ class NGram(Drafter):
     """Copies the continuation of the longest recent match in prompt and output (Saxena 2023, prompt lookup)."""
 
     name = "ngram"
+    draft_tokens = 7
     when_nothing_is_accepted = "the answer does not repeat anything from its prompt or from itself"
 
     def proposer(self, law: Law, source: RandomSource) -> NGramProposer:

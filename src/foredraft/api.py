@@ -1,0 +1,240 @@
+"""The Python front door: load a model with a way of drafting, generate or stream."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from foredraft.backends.base import Backend
+from foredraft.backends.checkpoint import load_checkpoint
+from foredraft.backends.transformers import TransformersBackend
+from foredraft.engine import Engine
+from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.generation import Request
+from foredraft.models import Notify, file_key, resolve
+from foredraft.proposers import DRAFTERS
+from foredraft.proposers.base import Drafter
+from foredraft.proposers.draft_model import DraftModel, refuse_other_vocabulary
+from foredraft.types import Completion, Event, FinishEvent, SamplingParams
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    DrafterLike: TypeAlias = str | Drafter | PreTrainedModel | None
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+"""A user's message, token ids as they are, or chat messages with `role` and `content`."""
+
+
+def cache_folder() -> Path:
+    """Where fetched and converted models lie: `FOREDRAFT_CACHE`, else the platform's cache folder."""
+    override = os.environ.get("FOREDRAFT_CACHE")
+    return Path(override).expanduser() if override else platformdirs.user_cache_path("foredraft", appauthor=False)
+
+
+def load(
+    model: str | Path | PreTrainedModel,
+    drafter: DrafterLike = "ngram",
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    draft_tokens: int | None = None,
+    rule: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    cache: str | Path | None = None,
+    notify: Notify = lambda _: None,
+) -> Model:
+    """Load a target and what drafts for it.
+
+    Args:
+        model: A bundled name, a folder, a `.gguf` file, a hub id, or a transformers model (then give its `tokenizer`).
+        drafter: `"ngram"`, `"draft:REF"` with a model reference, `"none"` or `None`, a transformers model of the same
+            vocabulary, or a `Drafter`.
+        tokenizer: The tokenizer of a transformers model that was passed in.
+        draft_tokens: Most tokens a draft may have; `None` takes what suits the drafter.
+        rule: Name of the acceptance rule; `None` takes the one that fits each request.
+        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
+        dtype: `auto` (float32 on a CPU, else the checkpoint's own), `float32`, `bfloat16` or `float16`.
+        cache: Folder for fetched and converted models; `None` takes `cache_folder()`.
+        notify: Called with a sentence when something that takes time begins.
+
+    Raises:
+        ModelError: A model cannot be found, fetched or read.
+        UnsupportedError: The model or the pair of models cannot be run.
+        InvalidInputError: An argument is not one of those above.
+    """
+    loader = Loader(cache, device=device, dtype=dtype, notify=notify)
+    choice = parse_drafter(drafter)  # a wrong name is told before anything is loaded
+    if isinstance(model, (str, Path)):
+        target, tokenizer = loader.backend(str(model))
+    elif tokenizer is None:
+        raise InvalidInputError("A transformers model was given without its tokenizer: pass tokenizer=…")
+    else:
+        target = TransformersBackend(model, _vocabulary_size(tokenizer))
+    return Model(target, tokenizer, loader.drafter(choice, target, tokenizer), draft_tokens=draft_tokens, rule=rule)
+
+
+class Model:
+    """A target with its tokenizer, and what drafts for it. Made by `load`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: PreTrainedTokenizerBase,
+        drafter: Drafter | None,
+        *,
+        draft_tokens: int | None = None,
+        rule: str | None = None,
+    ) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.engine = Engine(
+            backend,
+            drafter,
+            tokenizer=tokenizer,
+            stop_tokens=_stop_tokens(backend, tokenizer),
+            draft_tokens=draft_tokens,
+            rule=rule,
+        )
+
+    def plain(self) -> Model:
+        """The same target without drafting: what every speculative run is compared with."""
+        return Model(self.backend, self.tokenizer, None)
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool | None = None) -> Completion:
+        """The completion of one prompt; see `stream`."""
+        for event in self.stream(prompt, params, chat=chat):
+            if isinstance(event, FinishEvent):
+                return event.completion
+        raise AssertionError("the engine ended without a completion")
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool | None = None
+    ) -> Iterator[Event]:
+        """Events of one prompt as they happen: tokens with their origin, figures of each round, the completion.
+
+        Args:
+            prompt: A string, chat messages, or token ids.
+            params: Sampling settings; the default is greedy decoding of up to 256 tokens.
+            chat: Whether to put a string into the model's chat template; `None` does so if it has one.
+
+        Raises:
+            InvalidInputError: The prompt is empty or too long, or the model has no chat template but needs one.
+        """
+        request = Request(self.encode(prompt, chat=chat), params or SamplingParams())
+        return (event for _, event in self.engine.run([request]))
+
+    def encode(self, prompt: Prompt, *, chat: bool | None = None) -> list[int]:
+        """The token ids of a prompt, chat template and special tokens included."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidInputError("The prompt is empty: give some text.")
+            if chat is None:
+                chat = bool(self.tokenizer.chat_template)
+            if not chat:
+                return [int(i) for i in self.tokenizer(prompt)["input_ids"]]
+            return self._apply_template([{"role": "user", "content": prompt}])
+        if prompt and isinstance(prompt[0], dict):
+            return self._apply_template(prompt)
+        return [int(i) for i in prompt]  # type: ignore[arg-type]
+
+    def _apply_template(self, messages: Sequence[Any]) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise InvalidInputError("This model has no chat template: give plain text instead (chat=False, --no-chat).")
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
+    """Split `name` or `name:argument`; anything that is loaded already is passed on.
+
+    Returns:
+        `(name, argument)`, or `None` for plain decoding.
+
+    Raises:
+        InvalidInputError: Unknown name (with the nearest known one), or an argument too many or too few.
+    """
+    if drafter is None or drafter == "none":
+        return None
+    if isinstance(drafter, Drafter):
+        return drafter.name, drafter
+    if not isinstance(drafter, str):
+        return DraftModel.name, drafter
+    name, _, argument = drafter.partition(":")
+    known = ("none", *DRAFTERS)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise InvalidInputError(f"There is no drafter '{name}'.{hint} Known: none, ngram, draft:REF.")
+    if name == DraftModel.name and not argument:
+        raise InvalidInputError("Drafter 'draft' needs a model: draft:REF, where REF is what a model may be.")
+    if name != DraftModel.name and argument:
+        raise InvalidInputError(f"Drafter '{name}' takes no argument, but was given '{argument}'.")
+    return name, argument
+
+
+class Loader:
+    """Loads targets and draft models alike; `load` documents the arguments."""
+
+    def __init__(
+        self,
+        cache: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        notify: Notify = lambda _: None,
+    ) -> None:
+        self._cache = Path(cache) if cache is not None else cache_folder()
+        self._device, self._dtype, self._notify = device, dtype, notify
+
+    def backend(self, reference: str) -> tuple[TransformersBackend, PreTrainedTokenizerBase]:
+        """The model that a reference names, and its tokenizer."""
+        files = resolve(reference, self._cache, self._notify)
+        converted = self._cache / "converted" / file_key(files.path) if files.is_gguf else None
+        self._notify(f"Loading {reference}")
+        model, tokenizer = load_checkpoint(files.path, device=self._device, dtype=self._dtype, converted=converted)
+        return TransformersBackend(model, _vocabulary_size(tokenizer)), tokenizer
+
+    def drafter(
+        self, choice: tuple[str, Any] | None, target: Backend, tokenizer: PreTrainedTokenizerBase | None
+    ) -> Drafter | None:
+        """What `parse_drafter` chose, ready to draft for `target`; a draft model is loaded and compared with it."""
+        if choice is None:
+            return None
+        name, argument = choice
+        if isinstance(argument, Drafter):
+            return argument
+        if name != DraftModel.name:
+            return DRAFTERS[name]()
+        if isinstance(argument, str):
+            draft, draft_tokenizer = self.backend(argument)
+            rows = draft.model.get_input_embeddings().num_embeddings
+            assert tokenizer is not None
+            refuse_other_vocabulary(tokenizer.get_vocab(), draft_tokenizer.get_vocab(), rows)
+        else:
+            draft = TransformersBackend(argument)
+            if draft.vocab_size < target.vocab_size:
+                raise UnsupportedError(
+                    f"The draft model has {draft.vocab_size} token ids and the target {target.vocab_size}: "
+                    "use a draft model with the target's vocabulary."
+                )
+        return DraftModel(draft, target.vocab_size, _stop_tokens(target, tokenizer))
+
+
+def _stop_tokens(backend: Backend, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """The ids that end an answer: the tokenizer's own and those of the model's generation settings."""
+    own: Any = tokenizer.eos_token_id if tokenizer is not None else None
+    return backend.stop_tokens | ({int(own)} if own is not None else set())
+
+
+def _vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id that has a token."""
+    return max(tokenizer.get_vocab().values()) + 1

@@ -1,0 +1,282 @@
+"""The command line: parses, calls, prints. Whatever is slow to import is imported inside the commands."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+from rich.text import Text
+
+from foredraft import __version__
+from foredraft.errors import ForedraftError, InvalidInputError
+from foredraft.types import FinishEvent, SamplingParams, TokenEvent
+
+if TYPE_CHECKING:
+    from foredraft.api import Model
+    from foredraft.models import Notify
+    from foredraft.types import Completion, Origin, Stats
+
+app = typer.Typer(
+    help="Lossless speculative decoding: faster generation from the language model you already have.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(help="List the bundled models, or fetch one.", invoke_without_command=True)
+app.add_typer(models_app, name="models")
+
+STYLES: dict[Origin, str] = {"draft": "green", "correction": "bold yellow", "bonus": "underline cyan"}
+MEANING: dict[Origin, str] = {
+    "draft": "proposed by the drafter and accepted",
+    "correction": "the target's token where a draft was rejected",
+    "bonus": "the target's token after all of a draft",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line. What a user can cause ends with one sentence and status 2."""
+    try:
+        app(arguments, prog_name="foredraft")
+    except ForedraftError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"Error: {error}", style="red"))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has had enough
+        sys.stderr.close()
+        sys.exit(141)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foredraft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the whole program."""
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
+    prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from standard input.")],
+    drafter: Annotated[
+        str,
+        typer.Option(help="What drafts: none, ngram (copies from prompt and answer), or draft:REF (a second model)."),
+    ] = "ngram",
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to draft a round, 0 to 64; the default suits the drafter.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this much probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest.")] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the random source; the same seed gives the same text.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    no_chat: Annotated[
+        bool, typer.Option("--no-chat", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run plain decoding too, check that the text is the same, show both.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")] = "auto",
+    color: Annotated[Literal["auto", "always", "never"], typer.Option(help="Colour the tokens by origin.")] = "auto",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")] = False,
+) -> None:
+    """Generate text with speculative decoding: faster, and exactly what the model would have said anyway."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise InvalidInputError("The prompt is empty: give some text.")
+    chat = False if no_chat else None
+    with _progress() as notify:
+        loaded = _load(
+            model, drafter, draft_tokens=draft_tokens, device=device, dtype=dtype, notify=notify, log=verbose
+        )
+        if compare:
+            notify("Warming up")
+            for each in (loaded, loaded.plain()):
+                each.generate(text, SamplingParams(max_tokens=4, ignore_eos=True), chat=chat)
+    out = Console(
+        force_terminal={"auto": None, "always": True, "never": False}[color],
+        no_color=True if color == "never" else None,
+        highlight=False,
+        soft_wrap=True,
+    )
+    completion = _generate_quietly(loaded, text, params, chat) if as_json else _stream(loaded, text, params, chat, out)
+    plain = None
+    if compare:
+        with _progress() as notify:
+            notify("Plain decoding, to compare")
+            # The seed that was used, so that sampled runs can be repeated too.
+            plain = _generate_quietly(loaded.plain(), text, completion.settings, chat)
+    if as_json:
+        settings = {"model": model, "draft_tokens": draft_tokens, "device": device, "dtype": dtype, "chat": not no_chat}
+        typer.echo(json.dumps(_report(completion, plain, settings), ensure_ascii=False))
+    else:
+        _show_figures(out, completion, plain)
+    if plain is not None and params.greedy and plain.ids != completion.ids:
+        raise typer.Exit(1)
+
+
+@models_app.callback()
+def list_models(context: typer.Context) -> None:
+    """List the bundled models, or fetch one with `pull`."""
+    if context.invoked_subcommand is not None:
+        return
+    from foredraft.api import cache_folder
+    from foredraft.models import BUNDLED, bundled_path
+
+    table = Table("name", "model", "licence", "size", "here", box=None, header_style="bold")
+    for known in BUNDLED.values():
+        here = bundled_path(known, cache_folder()).is_file()
+        table.add_row(known.name, known.title, known.license, f"{known.size / 1e6:.0f} MB", "yes" if here else "no")
+    Console().print(table)
+    Console(stderr=True).print("\nFetch one: foredraft models pull NAME", style="dim", highlight=False)
+
+
+@models_app.command()
+def pull(name: Annotated[str, typer.Argument(help="A bundled model's name.")]) -> None:
+    """Fetch a bundled model, check it, and print where it lies."""
+    from foredraft.api import cache_folder
+    from foredraft.models import BUNDLED, fetch_bundled
+
+    if name not in BUNDLED:
+        raise InvalidInputError(f"There is no bundled model '{name}'; known: {', '.join(BUNDLED)}.")
+    with _progress() as notify:
+        path = fetch_bundled(BUNDLED[name], cache_folder(), notify)
+    typer.echo(path)
+
+
+@contextmanager
+def _progress() -> Iterator[Notify]:
+    """Sentences about what is going on, on standard error: a spinner in a terminal, lines elsewhere."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda message: console.print(f"{message} …")
+        return
+    with console.status("Starting …") as status:
+        yield lambda message: status.update(f"{message} …")
+
+
+def _load(model: str, drafter: str, *, log: bool, **options: Any) -> Model:
+    from foredraft.api import load, parse_drafter
+
+    parse_drafter(drafter)
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
+    logging.basicConfig(level=logging.INFO if log else logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    return load(model, drafter, **options)
+
+
+def _generate_quietly(model: Model, text: str, params: SamplingParams, chat: bool | None) -> Completion:
+    return model.generate(text, params, chat=chat)
+
+
+def _stream(model: Model, text: str, params: SamplingParams, chat: bool | None, out: Console) -> Completion:
+    completion = None
+    for event in model.stream(text, params, chat=chat):
+        if isinstance(event, TokenEvent):
+            out.print(Text(event.text, style=STYLES[event.origin]), end="")
+        elif isinstance(event, FinishEvent):
+            out.print(Text(event.text))
+            completion = event.completion
+    assert completion is not None
+    return completion
+
+
+def _show_figures(out: Console, completion: Completion, plain: Completion | None) -> None:
+    """Legend, verdict and table: on standard error, or after the answer where that is a terminal as well."""
+    console = out if out.is_terminal else Console(stderr=True, highlight=False)
+    console.print()
+    if out.is_terminal:
+        for origin, style in STYLES.items():
+            count = completion.origins.count(origin)
+            console.print(Text(f"{origin:>10}", style=style), f"{count:>4}  {MEANING[origin]}", style="dim")
+    for warning in completion.warnings:
+        console.print(Text(f"Warning: {warning}", style="yellow"))
+    if plain is not None:
+        console.print(Text(f"\nidentical to plain decoding: {_verdict(completion, plain)}", style="bold"))
+    console.print(_figures(completion.stats, plain.stats if plain is not None else None))
+
+
+def _verdict(completion: Completion, plain: Completion) -> str:
+    if plain.ids == completion.ids:
+        return f"yes ({len(plain.ids)} tokens)"
+    if not completion.settings.greedy:
+        return f"not expected (sampled with rule '{completion.stats.rule}': the same law, other draws)"
+    pairs = zip(plain.ids, completion.ids, strict=False)
+    shorter = min(len(plain.ids), len(completion.ids))
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    return f"no (first difference at token {first + 1} of {len(plain.ids)})"
+
+
+def _figures(stats: Stats, plain: Stats | None) -> Table:
+    columns = [("plain", plain)] if plain is not None else []
+    columns.append((stats.drafter, stats))
+    table = Table("", *(name for name, _ in columns), box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for _, s in columns))
+    table.add_row("TTFT", *(f"{s.ttft_ms:.0f} ms" for _, s in columns))
+    table.add_row("TPOT", *("–" if s.tpot_ms is None else f"{s.tpot_ms:.1f} ms" for _, s in columns))
+    table.add_row("target forwards", *(str(s.target_forwards) for _, s in columns))
+    table.add_row("mean accepted length", *(f"{s.mean_accepted_length:.2f}" for _, s in columns))
+    rates = ("–" if s.acceptance_rate is None else f"{s.acceptance_rate:.0%}" for _, s in columns)
+    table.add_row("acceptance rate", *rates)
+    if plain is not None:
+        table.add_row("speedup", "1.00x", f"{stats.tokens_per_second / plain.tokens_per_second:.2f}x", style="bold")
+    return table
+
+
+def _report(completion: Completion, plain: Completion | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object of `--json`."""
+    report = {
+        "text": completion.text,
+        "ids": completion.ids,
+        "finish_reason": completion.finish_reason,
+        "settings": {**settings, **vars(completion.settings)},
+        "versions": {
+            "foredraft": __version__,
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("torch", "transformers")},
+        },
+        "stats": completion.stats.to_dict(),
+        "warnings": completion.warnings,
+    }
+    if plain is not None:
+        report["compare"] = {"identical": plain.ids == completion.ids, "ids": plain.ids, "stats": plain.stats.to_dict()}
+    return report

@@ -1,0 +1,231 @@
+"""foredraft inside transformers: `model.generate(**inputs, custom_generate=foredraft.custom_generate(...))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from foredraft.api import Loader, parse_drafter
+from foredraft.backends.transformers import TransformersBackend, TransformersCache
+from foredraft.engine import Engine
+from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.generation import Request
+from foredraft.sampling import TorchSource, one_hot_argmax
+from foredraft.tree import paths
+from foredraft.types import Draft, SamplingParams, TokenEvent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from foredraft.api import DrafterLike
+    from foredraft.proposers.base import Drafter
+
+# The parts of transformers' classes that are used here.
+Criteria = Callable[[Tensor, Any], Tensor]
+
+
+class Processors(Protocol):
+    """`LogitsProcessorList`."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Tensor:
+        """Scores `[1, V]` for ids `[1, n]`."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]:
+        """The single processors."""
+        ...
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+
+class Streamer(Protocol):
+    """`BaseStreamer`."""
+
+    def put(self, value: Tensor) -> None:
+        """Take the next ids."""
+        ...
+
+    def end(self) -> None:
+        """Know that no more will come."""
+        ...
+
+
+_CACHE_NAMES = ("cache", "past_key_values")  # the newer name first
+_UNUSED = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", *_CACHE_NAMES}
+_STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+
+
+def custom_generate(
+    drafter: DrafterLike = "ngram",
+    *,
+    draft_tokens: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    streamer: Streamer | None = None,
+) -> Callable[..., Any]:
+    """A decoding method for transformers' `generate` that drafts and verifies, and returns what `generate` would.
+
+    Greedy output is the same ids; sampled output follows the same law, with all of `generate`'s logits processors and
+    stopping criteria applied at every drafted position, and draws from torch's global generator.
+
+    Args:
+        drafter: `"ngram"`, `"draft:REF"`, a transformers model of the same vocabulary, or a `Drafter`.
+        draft_tokens: Most tokens a draft may have; `None` takes what suits the drafter.
+        tokenizer: The target's tokenizer; needed for `"draft:REF"`, whose vocabulary is compared with it.
+        streamer: Receives tokens as they are emitted. Give it here: `generate` does not pass its own on.
+
+    Returns:
+        A callable for `custom_generate=`. It raises `UnsupportedError` for beam search, requested scores and whatever
+        else cannot be had; the message names it.
+    """
+    choice = parse_drafter(drafter)
+    if choice is not None and isinstance(choice[1], str) and choice[1] and tokenizer is None:
+        raise InvalidInputError(f"Drafter '{drafter}' needs the target's tokenizer to compare with: pass tokenizer=…")
+    prepared: list[tuple[PreTrainedModel, Drafter | None]] = []  # for the model of the last call
+
+    def drafter_for(model: PreTrainedModel, backend: TransformersBackend) -> Drafter | None:
+        if not prepared or prepared[0][0] is not model:
+            loader = Loader(device=str(model.device), dtype=str(model.dtype).removeprefix("torch."))
+            prepared[:] = [(model, loader.drafter(choice, backend, tokenizer))]
+        return prepared[0][1]
+
+    def decode(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Processors,
+        stopping_criteria: Criteria,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        _refuse_what_cannot_be_had(generation_config, logits_processor, model_kwargs)
+        backend = TransformersBackend(model)
+        caches = _starting_caches(model_kwargs, len(input_ids))
+        engine = Engine(backend, drafter_for(model, backend), draft_tokens=draft_tokens)
+        rows = [_Row(row, mask) for row, mask in zip(input_ids, _masks(input_ids, model_kwargs), strict=True)]
+        requests = [
+            Request(
+                row.prompt,
+                SamplingParams(max_tokens=generation_config.max_length - input_ids.shape[1]),
+                law=_ProcessorLaw(row, logits_processor, greedy=not generation_config.do_sample),
+                source=TorchSource(),
+                halt=row.halt(stopping_criteria),
+                cache=cache,
+            )
+            for row, cache in zip(rows, caches, strict=True)
+        ]
+        for index, event in engine.run(requests):
+            if isinstance(event, TokenEvent):
+                rows[index].emitted.append(event.token)
+                if streamer is not None:
+                    streamer.put(torch.tensor([event.token]))
+        if streamer is not None:
+            streamer.end()
+        return _output(input_ids, rows, caches, generation_config)
+
+    return decode
+
+
+class _Row:
+    """One row of the batch: its prompt without padding, and the ids as transformers' processors expect to see them."""
+
+    def __init__(self, row: Tensor, mask: Tensor) -> None:
+        self._padded: list[int] = row.tolist()
+        self._device = row.device
+        self.prompt: list[int] = row[mask.bool()].tolist()
+        self.emitted: list[int] = []
+
+    def seen(self, tokens: Sequence[int]) -> Tensor:
+        """`[1, n]`: the padded prompt and what follows the prompt in `tokens`."""
+        ids = [*self._padded, *tokens[len(self.prompt) :]]
+        return torch.tensor([ids], dtype=torch.long, device=self._device)
+
+    def halt(self, criteria: Criteria) -> Callable[[Sequence[int]], bool]:
+        """The stopping criteria as a test of all tokens so far."""
+        return lambda tokens: bool(criteria(self.seen(tokens), None).item())
+
+
+class _ProcessorLaw:
+    """The law of `generate`: its logits processors at every node, each with the node's own history."""
+
+    def __init__(self, row: _Row, processors: Processors, greedy: bool) -> None:
+        self._row = row
+        self._processors = processors
+        self.greedy = greedy
+
+    def __call__(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
+        """Distributions `[N+1, V]`; see `foredraft.sampling.Law`."""
+        scores = logits.float()
+        if len(self._processors):
+            scores = torch.cat(
+                [
+                    self._processors(self._row.seen([*history, *path]).to(row.device), row[None].clone())
+                    for path, row in zip([(), *paths(draft)], scores, strict=True)
+                ]
+            )
+        return one_hot_argmax(scores) if self.greedy else scores.double().softmax(-1)
+
+
+def _refuse_what_cannot_be_had(config: GenerationConfig, processors: Processors, model_kwargs: dict[str, Any]) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UnsupportedError(
+            f"custom_generate does greedy decoding and sampling, but the settings ask for {mode.value}: "
+            "set num_beams=1 and leave contrastive and assisted decoding out."
+        )
+    wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    asked = [name for name in wanted if config.return_dict_in_generate and getattr(config, name)]
+    if asked:
+        raise UnsupportedError(f"custom_generate does not return {', '.join(asked)}: leave it out.")
+    for processor in processors:
+        if isinstance(processor, _STATEFUL):
+            raise UnsupportedError(
+                f"{type(processor).__name__} keeps a state from call to call, which drafts would disturb: leave it out."
+            )
+    unknown = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _UNUSED)
+    if unknown:
+        raise UnsupportedError(f"custom_generate takes text alone, but was given {', '.join(unknown)}: leave it out.")
+
+
+def _masks(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    mask = model_kwargs.get("attention_mask")
+    return torch.ones_like(input_ids) if mask is None else mask
+
+
+def _starting_caches(model_kwargs: dict[str, Any], batch: int) -> list[TransformersCache | None]:
+    """The caller's cache for a single row; `None` where the engine makes its own."""
+    given = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+    if given is None:
+        return [None] * batch
+    if batch == 1 and isinstance(given, DynamicCache):
+        return [TransformersCache(given)]
+    if given.get_seq_length() > 0:
+        raise UnsupportedError("custom_generate continues a filled cache only if it is a DynamicCache of one sequence.")
+    return [None] * batch
+
+
+def _output(
+    input_ids: Tensor, rows: Sequence[_Row], caches: Sequence[TransformersCache | None], config: GenerationConfig
+) -> Any:
+    longest = max(len(row.emitted) for row in rows)
+    ends = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    padding = next((i for i in (config.pad_token_id, ends) if i is not None), 0)
+    padded = [row.emitted + [padding] * (longest - len(row.emitted)) for row in rows]
+    emitted = torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)
+    sequences = torch.cat([input_ids, emitted], dim=1)
+    if not config.return_dict_in_generate:
+        return sequences
+    cache = caches[0].kv if caches[0] is not None else None
+    output: Any = GenerateDecoderOnlyOutput
+    name = next(n for n in _CACHE_NAMES if n in output.__dataclass_fields__)
+    return output(sequences=sequences, **{name: cache})

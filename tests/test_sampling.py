@@ -1,0 +1,174 @@
+"""The pipeline is transformers' own, and draws follow their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from chance import FALSE_FAILURE, g_test
+from foredraft.errors import ModelError
+from foredraft.sampling import SamplingLaw, TorchSource, one_hot_argmax, probabilities
+from foredraft.types import Draft, SamplingParams
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def by_transformers(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The same settings through the library's warpers, in its order."""
+    scores: Any = logits
+    ids = torch.zeros(len(logits), 1, dtype=torch.long)
+    warpers: list[tuple[bool, Callable[[], Any]]] = [
+        (True, lambda: TemperatureLogitsWarper(params.temperature)),
+        (params.top_k > 0, lambda: TopKLogitsWarper(params.top_k)),
+        (params.top_p < 1, lambda: TopPLogitsWarper(params.top_p)),
+        (params.min_p > 0, lambda: MinPLogitsWarper(params.min_p)),
+    ]
+    for wanted, make in warpers:
+        if wanted:
+            scores = make()(ids, scores)
+    result: Tensor = scores.softmax(-1)
+    return result
+
+
+SETTINGS = [
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature in (0.3, 1.0, 1.7)
+    for top_k in (0, 1, 5, 100)
+    for top_p in (1.0, 0.9, 0.3, 1e-6)
+    for min_p in (0.0, 0.05, 0.5, 1.0)
+]
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
+def test_equals_the_warpers_of_transformers(ties: bool) -> None:
+    logits = torch.randn(16, 50, generator=seeded(), dtype=torch.float64) * 3
+    if ties:
+        logits = logits.round()
+    for params in SETTINGS:
+        expected = by_transformers(logits, params)
+        assert torch.allclose(probabilities(logits, params), expected, atol=1e-12), params
+        assert torch.equal(probabilities(logits, params) > 0, expected > 0), params
+
+
+def test_each_row_is_a_distribution_whatever_the_settings() -> None:
+    logits = torch.randn(8, 30, generator=seeded(1)) * 20
+    for params in [*SETTINGS, SamplingParams()]:
+        p = probabilities(logits, params)
+        assert p.dtype == torch.float64 and (p >= 0).all()
+        assert torch.allclose(p.sum(-1), torch.ones(8, dtype=torch.float64), atol=1e-12)
+
+
+def test_each_row_depends_on_its_own_logits_alone() -> None:
+    logits = torch.randn(8, 30, generator=seeded(2)) * 5
+    for params in [*SETTINGS[::7], SamplingParams()]:
+        together = probabilities(logits, params)
+        alone = torch.cat([probabilities(row[None], params) for row in logits])
+        assert torch.equal(together, alone)
+
+
+def test_greedy_is_the_one_hot_of_the_argmax() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, 1.0]])
+    p = probabilities(logits, SamplingParams(temperature=0, top_k=2, top_p=0.5, min_p=0.1))
+    assert p.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]  # of equals the first, as argmax has it
+    assert torch.equal(p, one_hot_argmax(logits))
+
+
+def test_impossible_tokens_stay_impossible() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]])
+    for params in (SamplingParams(), SamplingParams(temperature=2.0), SamplingParams(temperature=1e9, top_p=0.999)):
+        assert probabilities(logits, params)[0, 1] == 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_overflowed_are_refused(bad: float, temperature: float) -> None:
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = bad
+    with pytest.raises(ModelError, match=r"NaN or infinite logits.*float32"):
+        probabilities(logits, SamplingParams(temperature=temperature))
+
+
+def test_a_row_without_any_possible_token_is_refused() -> None:
+    with pytest.raises(ModelError, match="NaN or infinite logits"):
+        probabilities(torch.full((1, 5), -torch.inf), SamplingParams(temperature=1.0))
+
+
+def test_law_of_settings_is_their_pipeline() -> None:
+    params = SamplingParams(temperature=0.7, top_k=3)
+    logits = torch.randn(3, 9, generator=seeded(3))
+    law = SamplingLaw(params)
+    assert torch.equal(law([1, 2], Draft.chain([4, 5]), logits), probabilities(logits, params))
+    assert not law.greedy and SamplingLaw(SamplingParams()).greedy
+
+
+# Draws
+
+
+weights_with_zeros = st.lists(
+    st.one_of(st.just(0.0), st.floats(min_value=0.0, max_value=1e6, allow_subnormal=True)), min_size=1, max_size=40
+).filter(lambda weights: sum(weights) > 0)
+
+
+class FixedSource(TorchSource):
+    """Takes a given number for the uniform one."""
+
+    def __init__(self, uniform: float) -> None:
+        super().__init__()
+        self.fixed = uniform
+
+    def _uniform(self) -> float:
+        return self.fixed
+
+
+@given(weights=weights_with_zeros, uniform=st.floats(min_value=0.0, max_value=1.0, exclude_max=True))
+def test_what_has_no_weight_is_never_drawn(weights: list[float], uniform: float) -> None:
+    for edge in (uniform, 0.0, 1.0 - 2.0**-53):  # the least and the largest that a generator gives
+        assert weights[FixedSource(edge).draw(torch.tensor(weights, dtype=torch.float64))] > 0
+
+
+@given(weights=weights_with_zeros, seed=st.integers(0, 2**32))
+def test_what_has_no_weight_is_never_drawn_from_a_generator(weights: list[float], seed: int) -> None:
+    source, tensor = TorchSource(seeded(seed)), torch.tensor(weights, dtype=torch.float64)
+    assert all(weights[source.draw(tensor)] > 0 for _ in range(5))
+
+
+def test_a_coin_of_0_never_and_of_1_always_falls() -> None:
+    source = TorchSource(seeded())
+    assert not any(source.coin(0.0) for _ in range(1000))
+    assert all(source.coin(1.0) for _ in range(1000))
+    assert not FixedSource(0.0).coin(0.0) and FixedSource(1.0 - 2.0**-53).coin(1.0)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6], ids=["normalised", "small", "large"])
+def test_draws_follow_the_weights(scale: float) -> None:
+    # 20000 draws: a sampler whose KL divergence from the law is 0.003 fails with probability 0.999.
+    law = {0: 0.5, 1: 0.0, 2: 0.3, 3: 0.15, 4: 0.049, 5: 0.001}
+    source, weights = TorchSource(seeded(4)), torch.tensor(list(law.values()), dtype=torch.float64) * scale
+    assert g_test([source.draw(weights) for _ in range(20_000)], law) > FALSE_FAILURE
+
+
+def test_coins_fall_with_their_probability() -> None:
+    source = TorchSource(seeded(5))
+    assert g_test([source.coin(0.3) for _ in range(20_000)], {True: 0.3, False: 0.7}) > FALSE_FAILURE
+
+
+def test_the_test_of_draws_rejects_a_wrong_law() -> None:
+    source, weights = TorchSource(seeded(6)), torch.tensor([0.5, 0.5])
+    assert g_test([source.draw(weights) for _ in range(20_000)], {0: 0.45, 1: 0.55}) < FALSE_FAILURE
+
+
+def test_a_source_is_private_and_reproduces() -> None:
+    before = torch.get_rng_state()
+    weights = torch.ones(100)
+    first, second = TorchSource(seeded(8)), TorchSource(seeded(8))
+    assert [first.draw(weights) for _ in range(20)] == [second.draw(weights) for _ in range(20)]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,189 @@
+"""Tiny seeded models and tokenizers, and the few ways the tests run them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from foredraft.backends.base import Backend, KVCache, Query
+from foredraft.backends.transformers import TransformersBackend
+from foredraft.engine import Engine
+from foredraft.generation import Request
+from foredraft.proposers.base import Drafter, Proposer
+from foredraft.proposers.draft_model import DraftModel
+from foredraft.proposers.ngram import NGram
+from foredraft.sampling import Law, RandomSource
+from foredraft.types import Completion, Draft, Event, FinishEvent, RoundEvent, SamplingParams, TokenEvent
+
+_FAST: Any = PreTrainedTokenizerFast  # its constructor has no type hints
+
+VOCABULARY = 64
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_llama(seed: int, *, layers: int = 2, vocabulary: int = VOCABULARY, context: int = 1024, **other: Any) -> Any:
+    """A Llama with random weights, wide enough that its output is far from uniform and does not soon repeat."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        **other,
+    )
+    return seeded(LlamaForCausalLM, config, seed)
+
+
+def seeded(model_class: Any, config: Any, seed: int = 0) -> Any:
+    """A model with the weights that `seed` gives, in evaluation mode; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return model_class(config).eval()
+
+
+def perturbed(model: Any, noise: float, seed: int = 0) -> Any:
+    """A copy whose weights are off by `noise` times their spread: a draft model that is often, not always, right."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in other.parameters():
+            if weight.dim() > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+    return other
+
+
+def tiny_tokenizer() -> Any:
+    """A byte-level BPE tokenizer of all 256 bytes, a few merges and ChatML's special tokens."""
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("i", "n"), ("e", "r"), ("l", "l"), ("he", "ll"), ("ð", "Ł")]
+    tokens += ["".join(pair) for pair in merges]
+    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    return _FAST(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def tiny_metaspace_tokenizer(words: Sequence[str]) -> Any:
+    """A tokenizer in the way of SentencePiece: words begin with a space, which decoding drops at the very beginning."""
+    vocabulary = {"<unk>": 0, **{f"▁{word}": i for i, word in enumerate(words, start=1)}}
+    word_level = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    word_level.pre_tokenizer = pre_tokenizers.Metaspace()
+    word_level.decoder = decoders.Metaspace()
+    return _FAST(tokenizer_object=word_level, unk_token="<unk>", eos_token="</s>")
+
+
+def collect(engine: Engine, *requests: Request) -> list[list[Event]]:
+    """The events of each request."""
+    events: list[list[Event]] = [[] for _ in requests]
+    for index, event in engine.run(requests):
+        events[index].append(event)
+    return events
+
+
+def complete(engine: Engine, *requests: Request) -> list[Completion]:
+    """The completion of each request, all run together."""
+    ends = [events[-1] for events in collect(engine, *requests)]
+    return [end.completion for end in ends if isinstance(end, FinishEvent)]
+
+
+def generate(engine: Engine, prompt: Sequence[int], params: SamplingParams | None = None) -> Completion:
+    """The completion of one prompt."""
+    return complete(engine, Request(prompt, params or SamplingParams()))[0]
+
+
+def rounds_of(events: Sequence[Event]) -> list[RoundEvent]:
+    return [event for event in events if isinstance(event, RoundEvent)]
+
+
+def tokens_of(events: Sequence[Event]) -> list[TokenEvent]:
+    return [event for event in events if isinstance(event, TokenEvent)]
+
+
+class CountingBackend(Backend):
+    """Passes everything on and counts forwards and the queries in them."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.name, self.vocab_size = inner.name, inner.vocab_size
+        self.context, self.capabilities = inner.context, inner.capabilities
+        self.forwards = self.scored = 0
+        self.drafts: list[Draft] = []
+
+    def new_cache(self) -> KVCache:
+        return self.inner.new_cache()
+
+    def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:
+        self.inner.prefill(cache, tokens)
+
+    def forward(self, queries: Sequence[Query]) -> list[Tensor]:
+        self.forwards += 1
+        self.scored += len(queries)
+        self.drafts += [query.draft for query in queries]
+        return self.inner.forward(queries)
+
+    def commit(self, cache: KVCache, path: Sequence[int]) -> None:
+        self.inner.commit(cache, path)
+
+    def truncate(self, cache: KVCache, length: int) -> None:
+        self.inner.truncate(cache, length)
+
+
+class Oracle(Drafter):
+    """Drafts what it was told will follow, right or wrong: `known` are the answers' tokens after their prompts."""
+
+    name = "oracle"
+    draft_tokens = 7
+    when_nothing_is_accepted = "the oracle was told something wrong"
+
+    def __init__(self, prompt: Sequence[int], known: Sequence[int]) -> None:
+        self._known = [*prompt, *known]
+
+    def proposer(self, law: Law, source: RandomSource) -> Proposer:
+        return _OracleProposer(self._known)
+
+
+class _OracleProposer(Proposer):
+    def __init__(self, known: Sequence[int]) -> None:
+        self._known = known
+
+    def propose(self, tokens: Sequence[int], budget: int) -> Draft:
+        return Draft.chain(self._known[len(tokens) : len(tokens) + budget])
+
+
+def _perturbed_draft(target: TransformersBackend) -> DraftModel:
+    return DraftModel(TransformersBackend(perturbed(target.model, 0.1)), target.vocab_size)
+
+
+DRAFTERS_OVER: dict[str, Callable[[TransformersBackend], Drafter]] = {
+    "ngram": lambda target: NGram(),
+    "draft": _perturbed_draft,
+}
+"""How the tests make each drafter of the registry for a target."""
+
+
+def plain_chain(model: Any, ids: Sequence[int]) -> Tensor:
+    """Logits `[n, V]` of one plain forward over all ids, no cache."""
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+    return logits
