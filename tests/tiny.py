@@ -121,19 +121,20 @@ def tokens_of(events: Sequence[Event]) -> list[TokenEvent]:
 
 
 class CountingBackend(Backend):
-    """Passes everything on and counts forwards and the queries in them."""
+    """Passes everything on and counts forwards, the queries in them, and prefills."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.name, self.vocab_size = inner.name, inner.vocab_size
-        self.context, self.capabilities = inner.context, inner.capabilities
-        self.forwards = self.scored = 0
+        self.context, self.stop_tokens, self.capabilities = inner.context, inner.stop_tokens, inner.capabilities
+        self.forwards = self.scored = self.prefilled = 0
         self.drafts: list[Draft] = []
 
     def new_cache(self) -> KVCache:
         return self.inner.new_cache()
 
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:
+        self.prefilled += 1
         self.inner.prefill(cache, tokens)
 
     def forward(self, queries: Sequence[Query]) -> list[Tensor]:

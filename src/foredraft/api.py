@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Sequence
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import platformdirs
+import torch
 
 from foredraft.backends.base import Backend
 from foredraft.backends.checkpoint import load_checkpoint
@@ -137,14 +139,20 @@ class Model:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidInputError("The prompt is empty: give some text.")
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise InvalidInputError("The prompt is not valid Unicode (it was not UTF-8 where it came from).")
             if chat is None:
                 chat = bool(self.tokenizer.chat_template)
             if not chat:
                 return [int(i) for i in self.tokenizer(prompt)["input_ids"]]
             return self._apply_template([{"role": "user", "content": prompt}])
-        if prompt and isinstance(prompt[0], dict):
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], dict):
             return self._apply_template(prompt)
-        return [int(i) for i in prompt]  # type: ignore[arg-type]
+        try:
+            return [index(i) for i in prompt]  # type: ignore[arg-type]
+        except TypeError:
+            given = type(prompt).__name__
+            raise InvalidInputError(f"A prompt is a string, chat messages or token ids, but this is {given}.") from None
 
     def _apply_template(self, messages: Sequence[Any]) -> list[int]:
         if not self.tokenizer.chat_template:
@@ -166,8 +174,11 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
         return None
     if isinstance(drafter, Drafter):
         return drafter.name, drafter
-    if not isinstance(drafter, str):
+    if isinstance(drafter, torch.nn.Module):
         return DraftModel.name, drafter
+    if not isinstance(drafter, str):
+        kind = type(drafter).__name__
+        raise InvalidInputError(f"A drafter is a name, a transformers model or a Drafter, but this is {kind}.")
     name, _, argument = drafter.partition(":")
     known = ("none", *DRAFTERS)
     if name not in known:
@@ -178,7 +189,7 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
         raise InvalidInputError("Drafter 'draft' needs a model: draft:REF, where REF is what a model may be.")
     if name != DraftModel.name and argument:
         raise InvalidInputError(f"Drafter '{name}' takes no argument, but was given '{argument}'.")
-    return name, argument
+    return (name, argument) if name != "none" else None
 
 
 class Loader:

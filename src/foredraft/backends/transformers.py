@@ -61,9 +61,7 @@ class TransformersBackend(Backend):
         self.context = getattr(config, "max_position_embeddings", None)
         ends = getattr(model.generation_config, "eos_token_id", None)
         self.stop_tokens = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
-        # The keyword was renamed in transformers 5.2x; the old one warns there.
-        renamed = "cache" in inspect.signature(model.forward).parameters
-        self._cache_keyword = "cache" if renamed else "past_key_values"
+        self._cache_keyword = _cache_keywords(model)[0]
 
     def new_cache(self) -> TransformersCache:
         """An empty cache for one sequence."""
@@ -117,6 +115,8 @@ def refuse_unless_croppable(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"Model type '{kind}' keeps a recurrent state, which cannot forget rejected tokens yet. {advice}"
         )
+    if not _cache_keywords(model):
+        raise UnsupportedError(f"Model type '{kind}' takes no KV cache. {advice}")
     layers = DynamicCache(config=model.config).layers
     other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
     if other:
@@ -125,3 +125,9 @@ def refuse_unless_croppable(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"Model type '{kind}' has layers of {kinds} in its cache, which cannot forget rejected tokens yet. {advice}"
         )
+
+
+def _cache_keywords(model: PreTrainedModel) -> list[str]:
+    """Names by which the model takes a cache. It was renamed in transformers 5.2x, where the old name warns."""
+    taken = inspect.signature(model.forward).parameters
+    return [name for name in ("cache", "past_key_values") if name in taken]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foredraft.sampling import RandomSource
+from foredraft.tree import paths
 from foredraft.types import Draft, Verdict
 
 Tokens = tuple[int, ...]
@@ -120,10 +121,7 @@ def drawn_chain(q: ToyModel, k: int) -> Propose:
 
 def score(model: ToyModel, draft: Draft) -> Tensor:
     """Distributions `[N+1, V]` of a toy model: row 0 at the root, row i + 1 after node i and its ancestors."""
-    paths: list[Tokens] = []
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return torch.stack([model(path) for path in [(), *paths]])
+    return torch.stack([model(path) for path in [(), *paths(draft)]])
 
 
 def total_variation(a: Mapping[Outcome, float], b: Mapping[Outcome, float]) -> float:

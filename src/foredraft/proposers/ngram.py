@@ -8,7 +8,7 @@ from foredraft.proposers.base import Drafter, Proposer
 from foredraft.sampling import Law, RandomSource
 from foredraft.types import Draft
 
-LONGEST, SHORTEST = 4, 1  # lengths of a match, in tokens
+LONGEST, SHORTEST = 4, 2  # tokens of a match; single tokens recur too often to mean anything
 
 
 class NGram(Drafter):

@@ -1,0 +1,73 @@
+"""What the benchmark scripts share: prompts, the model, a draft model made from it, and a count of forwards."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PROMPTS = (
+    "Repeat this list with every price doubled: apples 3, pears 4, plums 6, cherries 8, grapes 5, figs 7.",
+    "Rewrite in the past tense: The cat walks to the river, drinks, and walks home. The dog watches the cat walk to "
+    "the river and waits at the gate until the cat walks back.",
+    "Write a Python class Stack with push, pop, peek and is_empty, each with a docstring.",
+    "Explain in a few sentences why the sky is blue.",
+    "Summarise: The council met on Monday to discuss the new bridge. The bridge will cost four million and take two "
+    "years. Some members asked whether a ferry would do. The council will vote on the bridge next Monday.",
+    "Turn into JSON with keys name, age, city: Anna is 31 and lives in Oslo. Ben is 27 and lives in Rome. Carla is 45 "
+    "and lives in Lima.",
+    "A train leaves at 9:40 and arrives at 12:05. How long is the journey? Think step by step.",
+    "Fix the spelling and return the whole text: I recieved the pakage yesterday and the pakage was allready open. "
+    "Please tell me how I can return the pakage.",
+)
+
+
+def load_prompts(path: Path | None, limit: int) -> list[str]:
+    """`limit` prompts spread evenly over a file: JSON lines with `turns`, `prompt` or `question`, or plain lines.
+
+    Without a file, prompts written for this script.
+    """
+    if path is None:
+        return list(PROMPTS[:limit])
+    prompts = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("{"):
+            record = json.loads(line)
+            prompts.append(record["turns"][0] if "turns" in record else record.get("prompt") or record["question"])
+        elif line.strip():
+            prompts.append(line)
+    step = max(1, len(prompts) // limit)
+    return prompts[::step][:limit]
+
+
+def truncated(model: Any, layers: int) -> Any:
+    """A draft model out of the target's first layers, its final norm and its head, sharing the weights."""
+    draft = copy.copy(model)
+    draft._modules = dict(model._modules)
+    body = copy.copy(model.model)
+    body._modules = dict(model.model._modules)
+    body.layers = model.model.layers[:layers]
+    draft.model = body
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = layers
+    for module in (draft, body):
+        module.config = config
+    return draft
+
+
+@contextmanager
+def counted_forwards(model: Any) -> Iterator[list[int]]:
+    """Counts the model's forwards from outside, in the one element of the list it yields."""
+    count = [0]
+
+    def add(*_: Any) -> None:
+        count[0] += 1
+
+    handle = model.register_forward_pre_hook(add)
+    try:
+        yield count
+    finally:
+        handle.remove()

@@ -1,0 +1,69 @@
+"""Greedy output with every drafter against plain decoding and against transformers' own generate, id for id.
+
+    python benchmarks/equality.py smollm2-135m --prompts questions.jsonl --limit 20 --max-tokens 64
+
+The draft model is a truncated copy of the target. Prints a line for each pair, then one JSON line; the exit status is 1
+if any ids differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+import foredraft
+from common import load_prompts, truncated
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    parser.add_argument("--prompts", type=Path, help="JSON lines or plain lines; default: the benchmark's own prompts")
+    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--draft-layers", type=int, default=10, help="layers of the truncated draft model")
+    options = parser.parse_args()
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    set_verbosity_error()  # type: ignore[no-untyped-call]
+    ngram = foredraft.load(options.model, "ngram", dtype="float32")
+    network = ngram.backend.model  # type: ignore[attr-defined]
+    draft = foredraft.load(network, truncated(network, options.draft_layers), tokenizer=ngram.tokenizer)
+    plain = ngram.plain()
+    params = foredraft.SamplingParams(max_tokens=options.max_tokens)
+
+    def generate_ids(ids: list[int]) -> tuple[int, ...]:
+        inputs = torch.tensor([ids], device=network.device)
+        output = network.generate(inputs, max_new_tokens=options.max_tokens, do_sample=False)
+        return tuple(output[0, len(ids) :].tolist())
+
+    others = {
+        "ngram": lambda ids: ngram.generate(ids, params).ids,
+        "draft model": lambda ids: draft.generate(ids, params).ids,
+        "transformers generate": generate_ids,
+    }
+    equal = dict.fromkeys(others, 0)
+    tokens = 0
+    prompts = load_prompts(options.prompts, options.limit)
+    for number, prompt in enumerate(prompts, 1):
+        ids = plain.encode(prompt)
+        expected = plain.generate(ids, params).ids
+        tokens += len(expected)
+        for name, run in others.items():
+            same = run(ids) == expected
+            equal[name] += same
+            if not same:
+                print(f"prompt {number}: {name} differs from plain decoding")
+    for name, count in equal.items():
+        print(f"{name}: {count} of {len(prompts)} prompts identical to plain decoding ({tokens} tokens)")
+    print(json.dumps({"model": options.model, "prompts": len(prompts), "tokens": tokens, "identical": equal}))
+    sys.exit(0 if all(count == len(prompts) for count in equal.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()
