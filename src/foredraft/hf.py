@@ -20,7 +20,7 @@ from foredraft.backends.transformers import TransformersBackend, TransformersCac
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Request
-from foredraft.sampling import TorchSource, one_hot_argmax
+from foredraft.sampling import one_hot_argmax
 from foredraft.tree import paths
 from foredraft.types import Draft, SamplingParams, TokenEvent
 
@@ -116,9 +116,8 @@ def custom_generate(
         requests = [
             Request(
                 row.prompt,
-                SamplingParams(max_tokens=generation_config.max_length - input_ids.shape[1]),
+                SamplingParams(max_tokens=generation_config.max_length - input_ids.shape[1], seed=_fresh_seed()),
                 law=_ProcessorLaw(row, logits_processor, greedy=not generation_config.do_sample),
-                source=TorchSource(),
                 halt=row.halt(stopping_criteria),
                 cache=cache,
             )
@@ -165,6 +164,14 @@ class _ProcessorLaw:
 
     def __call__(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
         """Distributions `[N+1, V]`; see `foredraft.sampling.Law`."""
+        scores = self._scores(history, draft, logits)
+        return one_hot_argmax(scores) if self.greedy else scores.double().softmax(-1)
+
+    def logprobs(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
+        """Log-probabilities `[N+1, V]`; see `foredraft.sampling.Law`."""
+        return self._scores(history, draft, logits).double().log_softmax(-1)
+
+    def _scores(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
         scores = logits.float()
         if len(self._processors):
             scores = torch.cat(
@@ -173,7 +180,7 @@ class _ProcessorLaw:
                     for path, row in zip([(), *paths(draft)], scores, strict=True)
                 ]
             )
-        return one_hot_argmax(scores) if self.greedy else scores.double().softmax(-1)
+        return scores
 
 
 def _refuse_what_cannot_be_had(config: GenerationConfig, processors: Processors, model_kwargs: dict[str, Any]) -> None:
@@ -195,6 +202,11 @@ def _refuse_what_cannot_be_had(config: GenerationConfig, processors: Processors,
     unknown = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _UNUSED)
     if unknown:
         raise UnsupportedError(f"custom_generate takes text alone, but was given {', '.join(unknown)}: leave it out.")
+
+
+def _fresh_seed() -> int:
+    """A seed from torch's global generator, so that `torch.manual_seed` governs this decoding as it does `generate`."""
+    return int(torch.randint(2**62, ()))
 
 
 def _masks(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The shape of a draft: what each node has above it."""
+"""The shape of a draft: what each node has above and below it."""
 
 from __future__ import annotations
 
@@ -12,3 +12,11 @@ def paths(draft: Draft) -> list[tuple[int, ...]]:
         above = found[parent] if parent >= 0 else ()
         found.append((*above, token))
     return found
+
+
+def children(draft: Draft) -> list[list[int]]:
+    """`[N+1]` the child nodes of the root (entry 0) and of each node i (entry i + 1), in the order they were drawn."""
+    below: list[list[int]] = [[] for _ in range(len(draft) + 1)]
+    for node, parent in enumerate(draft.parents):
+        below[parent + 1].append(node)
+    return below
