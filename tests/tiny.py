@@ -63,7 +63,7 @@ def perturbed(model: Any, noise: float, seed: int = 0) -> Any:
     with torch.no_grad():
         for weight in other.parameters():
             if weight.dim() > 1:
-                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator).to(weight.device)
     return other
 
 
@@ -172,15 +172,20 @@ class _OracleProposer(Proposer):
         return Draft.chain(self._known[len(tokens) : len(tokens) + budget])
 
 
-def _perturbed_draft(target: TransformersBackend) -> DraftModel:
-    return DraftModel(TransformersBackend(perturbed(target.model, 0.1)), target.vocab_size)
+def _perturbed_draft(target: TransformersBackend, noise: float) -> Drafter:
+    return DraftModel(TransformersBackend(perturbed(target.model, noise)), target.vocab_size)
 
 
-DRAFTERS_OVER: dict[str, Callable[[TransformersBackend], Drafter]] = {
-    "ngram": lambda target: NGram(),
+DRAFTER_MAKERS: dict[str, Callable[[TransformersBackend, float], Drafter]] = {
+    "ngram": lambda target, noise: NGram(),
     "draft": _perturbed_draft,
 }
-"""How the tests make each drafter of the registry for a target."""
+"""How the tests make each drafter of the registry for a target; a trained one is as wrong as `noise` makes it."""
+
+
+def drafter_over(target: TransformersBackend, name: str, noise: float = 0.1) -> Drafter | None:
+    """A drafter by name; `none` is plain decoding."""
+    return None if name == "none" else DRAFTER_MAKERS[name](target, noise)
 
 
 def plain_chain(model: Any, ids: Sequence[int]) -> Tensor:
