@@ -39,7 +39,7 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import UnsupportedError
 from foredraft.types import Draft, SamplingParams
-from tiny import DRAFTERS_OVER, VOCABULARY, generate, plain_chain, seeded, tiny_llama
+from tiny import DRAFTER_MAKERS, VOCABULARY, drafter_over, generate, plain_chain, seeded, tiny_llama
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -246,8 +246,8 @@ def test_model_families_with_full_attention_work(family: str) -> None:
     assert_like_a_plain_forward(backend, random_ids(24))
     greedy = SamplingParams(max_tokens=30)
     plain = generate(Engine(backend), [1, 2, 3], greedy)
-    for make in DRAFTERS_OVER.values():
-        assert generate(Engine(backend, make(backend)), [1, 2, 3], greedy).ids == plain.ids
+    for name in DRAFTER_MAKERS:
+        assert generate(Engine(backend, drafter_over(backend, name)), [1, 2, 3], greedy).ids == plain.ids
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -268,10 +268,10 @@ def test_a_model_is_put_into_evaluation_mode() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
-@pytest.mark.parametrize("drafter", DRAFTERS_OVER)
+@pytest.mark.parametrize("drafter", DRAFTER_MAKERS)
 def test_on_a_gpu_speculative_equals_plain_in_float32(drafter: str) -> None:
     backend = TransformersBackend(tiny_llama(seed=1).to("cuda"))
-    speculative = Engine(backend, DRAFTERS_OVER[drafter](backend))
+    speculative = Engine(backend, drafter_over(backend, drafter))
     for prompt in ([1, 2, 3], random_ids(20), [5, 6] * 8):
         greedy = SamplingParams(max_tokens=60)
         assert generate(speculative, prompt, greedy).ids == generate(Engine(backend), prompt, greedy).ids

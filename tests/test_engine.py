@@ -12,15 +12,17 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import MOST_DRAFT_TOKENS, Engine
 from foredraft.errors import ForedraftError, InvalidInputError, UnsupportedError
 from foredraft.generation import Request
-from foredraft.proposers.base import Drafter
-from foredraft.types import Completion, Event, FinishEvent, RoundEvent, SamplingParams, TokenEvent
+from foredraft.proposers.base import Proposer, Verification
+from foredraft.sampling import Law, RandomSource
+from foredraft.types import Completion, Event, FinishEvent, RoundEvent, SamplingParams, TokenEvent, Verdict
 from tiny import (
-    DRAFTERS_OVER,
+    DRAFTER_MAKERS,
     VOCABULARY,
     CountingBackend,
     Oracle,
     collect,
     complete,
+    drafter_over,
     generate,
     rounds_of,
     tiny_llama,
@@ -28,11 +30,7 @@ from tiny import (
 )
 
 PROMPT = [1, 2, 3]
-DRAFTER_NAMES = ["none", *DRAFTERS_OVER]
-
-
-def drafter_over(target: TransformersBackend, name: str) -> Drafter | None:
-    return None if name == "none" else DRAFTERS_OVER[name](target)
+DRAFTER_NAMES = ["none", *DRAFTER_MAKERS]
 
 
 def greedy(max_tokens: int = 40, **other: Any) -> SamplingParams:
@@ -188,7 +186,7 @@ def test_target_forwards_and_drafts_are_counted_as_they_happen(
 
 
 def test_draft_forwards_are_counted_as_they_happen(target: TransformersBackend) -> None:
-    drafter: Any = DRAFTERS_OVER["draft"](target)
+    drafter: Any = drafter_over(target, "draft")
     counting = drafter.backend = CountingBackend(drafter.backend)
     completion = generate(Engine(target, drafter), PROMPT, sampled())
     assert completion.stats.draft_forwards == counting.forwards == completion.stats.drafted
@@ -228,7 +226,7 @@ def test_one_token_is_one_plain_forward(target: TransformersBackend, name: str, 
 
 
 @pytest.mark.parametrize("params", [greedy(), sampled()], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", DRAFTERS_OVER)
+@pytest.mark.parametrize("name", DRAFTER_MAKERS)
 def test_no_draft_tokens_is_plain_decoding(target: TransformersBackend, name: str, params: SamplingParams) -> None:
     plain = generate(Engine(target), PROMPT, params)
     completion = generate(Engine(target, drafter_over(target, name), draft_tokens=0), PROMPT, params)
@@ -241,16 +239,55 @@ def test_no_draft_tokens_is_plain_decoding(target: TransformersBackend, name: st
 @pytest.mark.parametrize("draft_tokens", [1, 2, MOST_DRAFT_TOKENS])
 def test_drafts_are_no_longer_than_asked(target: TransformersBackend, draft_tokens: int) -> None:
     counting = CountingBackend(target)
-    generate(Engine(counting, DRAFTERS_OVER["draft"](target), draft_tokens=draft_tokens), PROMPT, greedy(80))
+    generate(Engine(counting, drafter_over(target, "draft"), draft_tokens=draft_tokens), PROMPT, greedy(80))
     assert max(len(draft) for draft in counting.drafts) == draft_tokens
 
 
 def test_times_are_told_and_add_up(target: TransformersBackend) -> None:
-    stats = generate(Engine(target, DRAFTERS_OVER["draft"](target)), PROMPT, greedy()).stats
+    stats = generate(Engine(target, drafter_over(target, "draft")), PROMPT, greedy()).stats
     assert 0 < stats.ttft_ms <= 1e3 * stats.seconds
     assert stats.draft_seconds + stats.verify_seconds + stats.accept_seconds <= stats.seconds
     assert stats.tpot_ms == pytest.approx((1e3 * stats.seconds - stats.ttft_ms) / (stats.tokens - 1))
     assert stats.tokens_per_second == pytest.approx(stats.tokens / stats.seconds)
+
+
+class Watching(Oracle):
+    """Keeps what its proposer observed."""
+
+    def __init__(self, prompt: Sequence[int], known: Sequence[int]) -> None:
+        super().__init__(prompt, known)
+        self.seen: list[tuple[Verification, Verdict]] = []
+
+    def proposer(self, law: Law, source: RandomSource) -> Proposer:
+        proposer = super().proposer(law, source)
+        proposer.observe = lambda *seen: self.seen.append(seen)  # type: ignore[method-assign]
+        return proposer
+
+
+def test_a_proposer_sees_what_became_of_its_draft(target: TransformersBackend) -> None:
+    plain = generate(Engine(target), PROMPT, greedy(max_tokens=9))
+    known = [(i + (n == 2)) % VOCABULARY for n, i in enumerate(plain.ids)]
+    drafter = Watching(PROMPT, known)
+    generate(Engine(target, drafter, draft_tokens=4), PROMPT, greedy(max_tokens=9))
+    assert [list(verification.draft.tokens) for verification, _ in drafter.seen] == [known[:4], known[3:7], []]
+    expected = [
+        Verdict((0, 1), plain.ids[:3], rejected=True),
+        Verdict((0, 1, 2, 3), plain.ids[3:8], rejected=False),
+        Verdict((), plain.ids[8:], rejected=False),
+    ]
+    assert [verdict for _, verdict in drafter.seen] == expected
+    for verification, _ in drafter.seen:
+        rows = len(verification.draft) + 1
+        assert verification.logits.shape == verification.p.shape == (rows, VOCABULARY)
+        assert torch.equal(verification.p.argmax(-1), verification.logits.argmax(-1))
+
+
+def test_what_was_cut_off_was_not_rejected_either(target: TransformersBackend) -> None:
+    plain = generate(Engine(target), PROMPT, greedy(max_tokens=9))
+    known = [(i + (n == 2)) % VOCABULARY for n, i in enumerate(plain.ids)]
+    drafter = Watching(PROMPT, known)
+    generate(Engine(target, drafter, draft_tokens=4, stop_tokens=[plain.ids[1]]), PROMPT, greedy(max_tokens=9))
+    assert [verdict for _, verdict in drafter.seen] == [Verdict((0, 1), plain.ids[:2], rejected=False)]
 
 
 # Seeds and neighbours
@@ -275,7 +312,7 @@ def test_a_fresh_seed_is_told_and_reproduces(target: TransformersBackend, name: 
 
 def test_the_global_generator_is_left_alone(target: TransformersBackend) -> None:
     before = torch.get_rng_state()
-    generate(Engine(target, DRAFTERS_OVER["draft"](target)), PROMPT, sampled())
+    generate(Engine(target, drafter_over(target, "draft")), PROMPT, sampled())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -359,7 +396,7 @@ def test_a_rule_that_does_not_fit_the_request_is_refused(target: TransformersBac
 
 
 def test_rule_token_at_temperature_zero_is_greedy(target: TransformersBackend) -> None:
-    drafter = DRAFTERS_OVER["draft"](target)
+    drafter = drafter_over(target, "draft")
     assert generate(Engine(target, drafter, rule="token"), PROMPT, greedy()).ids == (
         generate(Engine(target), PROMPT, greedy()).ids
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -57,6 +57,14 @@ def test_equals_the_warpers_of_transformers(ties: bool) -> None:
         expected = by_transformers(logits, params)
         assert torch.allclose(probabilities(logits, params), expected, atol=1e-12), params
         assert torch.equal(probabilities(logits, params) > 0, expected > 0), params
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)])
+def test_top_p_keeps_no_more_than_it_must(top_p: float, kept: int) -> None:
+    logits = torch.zeros(1, 4, dtype=torch.float64)
+    params = SamplingParams(temperature=1.0, top_p=top_p)
+    assert torch.equal(probabilities(logits, params), by_transformers(logits, params))
+    assert int((probabilities(logits, params) > 0).sum()) == kept
 
 
 def test_each_row_is_a_distribution_whatever_the_settings() -> None:
@@ -129,6 +137,7 @@ class FixedSource(TorchSource):
         return self.fixed
 
 
+@example(weights=[5e-324, 0.0], uniform=0.9)  # 0.9 of the least number rounds up to it
 @given(weights=weights_with_zeros, uniform=st.floats(min_value=0.0, max_value=1.0, exclude_max=True))
 def test_what_has_no_weight_is_never_drawn(weights: list[float], uniform: float) -> None:
     for edge in (uniform, 0.0, 1.0 - 2.0**-53):  # the least and the largest that a generator gives
@@ -172,3 +181,29 @@ def test_a_source_is_private_and_reproduces() -> None:
     first, second = TorchSource(seeded(8)), TorchSource(seeded(8))
     assert [first.draw(weights) for _ in range(20)] == [second.draw(weights) for _ in range(20)]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_the_device_changes_neither_law_nor_draws() -> None:
+    logits = torch.randn(4, 50_000, generator=seeded(9), dtype=torch.float64)
+    for params in [*SETTINGS[::7], SamplingParams()]:
+        p = probabilities(logits, params)
+        on_device = probabilities(logits.to("cuda"), params)
+        assert torch.allclose(p, on_device.cpu(), atol=1e-12)
+        here, there = TorchSource(seeded(10)), TorchSource(seeded(10))
+        # A draw differs if its number falls between two roundings of a sum: less than 1e-10 a draw.
+        assert [here.draw(p[0]) for _ in range(50)] == [there.draw(on_device[0]) for _ in range(50)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_what_has_no_weight_is_never_drawn_on_a_gpu() -> None:
+    generator = seeded(11)
+    weights = torch.rand(50_000, generator=generator, dtype=torch.float64)
+    weights[torch.rand(50_000, generator=generator) < 0.5] = 0.0
+    on_device = weights.to("cuda")
+    sums = on_device.cumsum(0).cpu()
+    steps = ((weights[1:] == 0) & (sums.diff() > 0)).nonzero()[:100, 0]  # parallel sums: uneven by a rounding
+    for below in sums[steps].tolist():
+        assert weights[FixedSource(below / sums[-1].item()).draw(on_device)] > 0

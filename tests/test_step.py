@@ -123,6 +123,19 @@ def test_dtype_does_not_change_the_result(dtype: torch.dtype) -> None:
         assert speculative_decode_step(Q.to(dtype), P.to(dtype), [1, 0], seeded(seed)) == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_device_does_not_change_the_result() -> None:
+    q, p, tokens = Q.to("cuda"), P.to("cuda"), torch.tensor([1, 0], device="cuda")
+    for seed in range(20):
+        expected = speculative_decode_step(Q, P, [1, 0], seeded(seed))
+        assert speculative_decode_step(q, p, tokens, seeded(seed)) == expected
+        assert speculative_decode_step(Q, p, [1, 0], seeded(seed)) == expected
+    on_device = [torch.Generator("cuda").manual_seed(1) for _ in range(2)]
+    first, again = (speculative_decode_step(q, p, tokens, generator) for generator in on_device)
+    assert first == again
+
+
 def test_draft_and_target_may_differ_in_dtype() -> None:
     assert speculative_decode_step(Q.half(), P.double(), [1, 0], seeded())["target_positions_checked"] in (1, 2)
 

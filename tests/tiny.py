@@ -63,7 +63,7 @@ def perturbed(model: Any, noise: float, seed: int = 0) -> Any:
     with torch.no_grad():
         for weight in other.parameters():
             if weight.dim() > 1:
-                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator).to(weight.device)
     return other
 
 

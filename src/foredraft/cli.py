@@ -145,7 +145,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _prompt_from_stdin() if prompt == "-" else prompt
     if not text.strip():
         raise InvalidInputError("The prompt is empty: give some text.")
     chat = False if no_chat else None
@@ -250,6 +250,13 @@ def pull(name: Annotated[str, typer.Argument(help="A bundled model's name.")]) -
     with _progress() as notify:
         path = fetch_bundled(BUNDLED[name], cache_folder(), notify)
     typer.echo(path)
+
+
+def _prompt_from_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"The prompt on standard input is not valid Unicode ({error.reason}).") from error
 
 
 @contextmanager

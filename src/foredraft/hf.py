@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -83,7 +85,8 @@ def custom_generate(
         drafter: `"ngram"`, `"draft:REF"`, a transformers model of the same vocabulary, or a `Drafter`.
         draft_tokens: Most tokens a draft may have; `None` takes what suits the drafter.
         tokenizer: The target's tokenizer; needed for `"draft:REF"`, whose vocabulary is compared with it.
-        streamer: Receives tokens as they are emitted. Give it here: `generate` does not pass its own on.
+        streamer: Receives the prompt and then tokens as they are emitted, of one sequence. Give it here: `generate`
+            does not pass its own on.
 
     Returns:
         A callable for `custom_generate=`. It raises `UnsupportedError` for beam search, requested scores and whatever
@@ -109,10 +112,16 @@ def custom_generate(
         **model_kwargs: Any,
     ) -> Any:
         _refuse_what_cannot_be_had(generation_config, logits_processor, model_kwargs)
+        masks = _masks(input_ids, model_kwargs)
+        rows = [_Row(index, input_ids, mask) for index, mask in enumerate(masks)]
+        caches = _starting_caches(model_kwargs, rows)
         backend = TransformersBackend(model)
-        caches = _starting_caches(model_kwargs, len(input_ids))
+        backend.context = None  # as in generate, max_length alone ends an answer
         engine = Engine(backend, drafter_for(model, backend), draft_tokens=draft_tokens)
-        rows = [_Row(row, mask) for row, mask in zip(input_ids, _masks(input_ids, model_kwargs), strict=True)]
+        if streamer is not None:
+            if len(rows) > 1:
+                raise UnsupportedError(f"A streamer follows one sequence, but there are {len(rows)}: leave it out.")
+            streamer.put(input_ids.cpu())
         requests = [
             Request(
                 row.prompt,
@@ -138,20 +147,37 @@ def custom_generate(
 class _Row:
     """One row of the batch: its prompt without padding, and the ids as transformers' processors expect to see them."""
 
-    def __init__(self, row: Tensor, mask: Tensor) -> None:
+    def __init__(self, index: int, input_ids: Tensor, mask: Tensor) -> None:
+        row = input_ids[index]
+        self.index = index
+        self.batch = len(input_ids)
         self._padded: list[int] = row.tolist()
         self._device = row.device
         self.prompt: list[int] = row[mask.bool()].tolist()
+        self.padding = len(self._padded) - len(self.prompt)
         self.emitted: list[int] = []
 
     def seen(self, tokens: Sequence[int]) -> Tensor:
-        """`[1, n]`: the padded prompt and what follows the prompt in `tokens`."""
+        """`[B, n]`: the padded prompt and what follows the prompt in `tokens`, as every row of the batch.
+
+        Processors and criteria may hold something for each row of the batch; what they say of row `index` counts.
+        """
         ids = [*self._padded, *tokens[len(self.prompt) :]]
-        return torch.tensor([ids], dtype=torch.long, device=self._device)
+        return torch.tensor([ids] * self.batch, dtype=torch.long, device=self._device)
 
     def halt(self, criteria: Criteria) -> Callable[[Sequence[int]], bool]:
         """The stopping criteria as a test of all tokens so far."""
-        return lambda tokens: bool(criteria(self.seen(tokens), None).item())
+        return lambda tokens: bool(criteria(self.seen(tokens), None)[self.index].item())
+
+    def processors(self, processors: Processors) -> Processors:
+        """The processors, with a function of the batch's row and the ids asked about this row alone."""
+        return LogitsProcessorList([self._of_this_row(processor) for processor in processors])
+
+    def _of_this_row(self, processor: Any) -> Any:
+        if not isinstance(processor, PrefixConstrainedLogitsProcessor):
+            return processor
+        allowed: Any = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(self.index, ids), num_beams=1)
 
 
 class _ProcessorLaw:
@@ -159,7 +185,7 @@ class _ProcessorLaw:
 
     def __init__(self, row: _Row, processors: Processors, greedy: bool) -> None:
         self._row = row
-        self._processors = processors
+        self._processors = row.processors(processors)
         self.greedy = greedy
 
     def __call__(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
@@ -176,11 +202,15 @@ class _ProcessorLaw:
         if len(self._processors):
             scores = torch.cat(
                 [
-                    self._processors(self._row.seen([*history, *path]).to(row.device), row[None].clone())
+                    self._process(self._row.seen([*history, *path]).to(row.device), row)
                     for path, row in zip([(), *paths(draft)], scores, strict=True)
                 ]
             )
         return scores
+
+    def _process(self, ids: Tensor, scores: Tensor) -> Tensor:
+        batch = self._processors(ids, scores.repeat(len(ids), 1))
+        return batch[self._row.index, None]
 
 
 def _refuse_what_cannot_be_had(config: GenerationConfig, processors: Processors, model_kwargs: dict[str, Any]) -> None:
@@ -210,20 +240,36 @@ def _fresh_seed() -> int:
 
 
 def _masks(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
-    mask = model_kwargs.get("attention_mask")
-    return torch.ones_like(input_ids) if mask is None else mask
+    """`[B, n]` bool: where `input_ids` are not padding."""
+    given = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if given is None else given.bool()
+    positions = model_kwargs.get("position_ids")
+    if positions is None or positions.dim() != 2:
+        positions = mask.cumsum(-1) - 1
+    if mask.shape != input_ids.shape or positions.shape[1] != mask.shape[1]:
+        raise UnsupportedError(
+            f"custom_generate was given {input_ids.shape[1]} ids with a mask or positions of another length: give all "
+            "ids, those that a cache holds already included."
+        )
+    if not mask[:, -1].all():
+        raise UnsupportedError("A row of input_ids ends with padding: pad on the left (padding_side='left').")
+    if (positions != mask.cumsum(-1) - 1)[mask].any():
+        raise UnsupportedError("custom_generate numbers positions itself: leave position_ids out.")
+    return mask
 
 
-def _starting_caches(model_kwargs: dict[str, Any], batch: int) -> list[TransformersCache | None]:
+def _starting_caches(model_kwargs: dict[str, Any], rows: Sequence[_Row]) -> list[TransformersCache | None]:
     """The caller's cache for a single row; `None` where the engine makes its own."""
     given = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
-    if given is None:
-        return [None] * batch
-    if batch == 1 and isinstance(given, DynamicCache):
+    filled = given.get_seq_length() if given is not None else 0
+    if len(rows) == 1 and isinstance(given, DynamicCache) and not rows[0].padding and filled < len(rows[0].prompt):
         return [TransformersCache(given)]
-    if given.get_seq_length() > 0:
-        raise UnsupportedError("custom_generate continues a filled cache only if it is a DynamicCache of one sequence.")
-    return [None] * batch
+    if filled > 0:
+        raise UnsupportedError(
+            f"custom_generate continues a filled cache only if it is a DynamicCache of one sequence without padding, "
+            f"and leaves at least one id to feed (it holds {filled} tokens of {len(rows[0].prompt)})."
+        )
+    return [None] * len(rows)
 
 
 def _output(

@@ -53,6 +53,8 @@ class TorchSource:
         # The first index whose cumulative weight exceeds the point: its own weight cannot be 0.
         point = cumulative[-1] * self._uniform()
         index = int(torch.searchsorted(cumulative, point, right=True))
+        while index < len(weights) and weights[index] == 0:  # but a GPU's parallel sums rise by a rounding there
+            index += 1
         return index if index < len(weights) else int(weights.nonzero()[-1])  # u * total can round up to total
 
     def _uniform(self) -> float:

@@ -156,10 +156,10 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         residual mass, even where p and q are almost equal.
 
     Raises:
-        ModelError: A logit is NaN.
+        ModelError: A logit is NaN or plus infinity, or a whole row is minus infinity.
     """
-    if torch.isnan(logits).any():
-        raise ModelError("The model returned NaN logits. Half precision may overflow: try dtype float32.")
+    if not torch.isfinite(logits.amax(-1)).all():  # NaN spreads to the maximum
+        raise ModelError("The model returned NaN or infinite logits. Half precision may overflow: try dtype float32.")
     if logits.device.type == "mps":  # no float64 there
         logits = logits.cpu()
     if params.greedy:

@@ -84,7 +84,10 @@ def load_checkpoint(
     options: dict[str, Any] = {"dtype": pick_dtype(dtype, place)}
     if path.suffix == ".gguf":
         if converted is not None and (converted / "config.json").is_file():
-            return _read(path, converted, place, options)
+            try:
+                return _read(path, converted, place, options)
+            except ModelError as error:  # if it is not the copy's fault, the file itself will say so again
+                logger.warning("The converted copy is not used: %s", error)
         checkpoint = _read(path, path.parent, place, options | {"gguf_file": path.name})
         if converted is not None:
             _keep_converted(checkpoint, converted)
@@ -187,6 +190,7 @@ def _keep_converted(checkpoint: Checkpoint, folder: Path) -> None:
     try:
         model.save_pretrained(staging)
         checkpoint.tokenizer.save_pretrained(staging)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         staging.rename(folder)
     except (OSError, SafetensorError) as error:
         logger.warning("The converted model is not kept: %s", error)

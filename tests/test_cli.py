@@ -1,0 +1,491 @@
+"""The command line: what goes where, what it says, and that bad input ends with a sentence and status 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+import foredraft
+from foredraft import api, models
+from foredraft.cli import main
+from foredraft.types import Completion, FinishEvent, SamplingParams, TokenEvent
+from tiny import perturbed
+
+PROMPT = "assistant\nhell"  # the template ends with the same word, so ngram has something to copy
+STATS = {
+    *("tokens", "target_forwards", "draft_forwards", "drafted", "accepted", "acceptance_rate", "mean_accepted_length"),
+    *("ttft_ms", "tpot_ms", "tokens_per_second", "seconds", "drafter", "rule", "backend"),
+}
+
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Run]:
+    """Runs the command line in this process; what it sets for the whole process is put back."""
+    for variable in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments: object, stdin: str | bytes = "") -> Result:
+        content = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        status = ended.value.code
+        assert status is None or isinstance(status, int)
+        return Result(status or 0, *capsys.readouterr())
+
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    level = logging.getLogger("httpx").level
+    yield run
+    transformers_logging.set_verbosity(verbosity)
+    if bars:
+        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("httpx").setLevel(level)
+
+
+@pytest.fixture
+def generate(run: Run, tiny_folder: Path) -> Run:
+    """`foredraft generate` with the tiny model, a prompt and few tokens; more options may follow."""
+    return lambda *options, prompt=PROMPT, **other: run(
+        "generate", tiny_folder, prompt, "--max-tokens", 24, *options, **other
+    )
+
+
+@pytest.fixture(scope="module")
+def answer(tiny_folder: Path) -> Completion:
+    """What the tiny model says to `PROMPT`, from Python."""
+    return foredraft.load(tiny_folder).generate(PROMPT, SamplingParams(max_tokens=24))
+
+
+@pytest.fixture(scope="module")
+def near_folder(tmp_path_factory: pytest.TempPathFactory, text_target: Any, tokenizer: Any) -> Path:
+    """A draft model that is often right."""
+    folder = tmp_path_factory.mktemp("draft")
+    perturbed(text_target.model, 0.1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def without_colour(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+# The answer
+
+
+def test_the_answer_goes_to_stdout_and_everything_else_to_stderr(generate: Run, answer: Completion) -> None:
+    result = generate()
+    assert result.status == 0
+    assert result.out == answer.text + "\n"
+    assert "Loading" in result.err
+    for figure in ("tokens/s", "TTFT", "TPOT", "target forwards", "mean accepted length", "acceptance rate", "ngram"):
+        assert figure in result.err
+    assert "\x1b" not in result.err
+
+
+def test_the_prompt_may_come_from_stdin(generate: Run, answer: Completion) -> None:
+    assert generate(prompt="-", stdin=PROMPT).out == answer.text + "\n"
+
+
+def test_an_answer_in_a_file_is_exactly_the_text(generate: Run, answer: Completion, monkeypatch: Any) -> None:
+    text = "a\tb\r\n  two  \n\x0c你好🌍" + " " * 300 + "end"
+    completion = dataclasses.replace(answer, text=text)
+
+    class Speaks:
+        def stream(self, *_: Any, **__: Any) -> Iterator[Any]:
+            yield from (TokenEvent(0, "bonus", character) for character in text[:-1])
+            yield FinishEvent(text[-1], completion)
+
+    monkeypatch.setattr(api, "load", lambda *_, **__: Speaks())
+    assert generate().out == text + "\n"
+
+
+def test_max_tokens_and_stop_strings_end_the_answer(generate: Run, answer: Completion) -> None:
+    stop = next(character for character in answer.text[3:] if character != "\ufffd")
+    report = json.loads(generate("--json", "--stop", "never", "--stop", stop).out)
+    assert report["text"] == answer.text[: answer.text.index(stop)]
+    assert report["finish_reason"] == "stop_string"
+    assert report["settings"]["stop"] == ["never", stop]
+    assert json.loads(generate("--json", "--max-tokens", 3).out)["ids"] == list(answer.ids[:3])
+
+
+def test_without_chat_the_prompt_is_continued_as_it_is(generate: Run, tiny_folder: Path, answer: Completion) -> None:
+    report = json.loads(generate("--json", "--no-chat").out)
+    model = foredraft.load(tiny_folder)
+    assert report["ids"] == list(model.generate(PROMPT, SamplingParams(max_tokens=24), chat=False).ids)
+    assert report["ids"] != list(answer.ids)
+    assert report["settings"]["chat"] is False
+
+
+def test_a_seed_repeats_a_sampled_answer(generate: Run) -> None:
+    options = ("--json", "--temperature", 1, "--top-k", 40, "--top-p", 0.95, "--min-p", 0.01)
+    reports = [json.loads(generate(*options, "--seed", seed).out) for seed in (1, 1, 2)]
+    assert reports[0]["ids"] == reports[1]["ids"] != reports[2]["ids"]
+    settings = reports[0]["settings"]
+    assert (settings["temperature"], settings["top_k"], settings["top_p"], settings["min_p"]) == (1.0, 40, 0.95, 0.01)
+    assert settings["seed"] == 1
+    assert reports[0]["stats"]["rule"] == "token"
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])
+def test_every_drafter_can_be_named(drafter: str, generate: Run, near_folder: Path, answer: Completion) -> None:
+    reference = f"draft:{near_folder}" if drafter == "draft" else drafter
+    report = json.loads(generate("--json", "--drafter", reference, "--draft-tokens", 3).out)
+    assert report["ids"] == list(answer.ids)
+    assert report["stats"]["drafter"] == drafter
+    assert report["settings"]["drafter"] == reference
+    assert report["settings"]["draft_tokens"] == 3
+    assert (report["stats"]["draft_forwards"] > 0) == (drafter == "draft")
+    assert (report["stats"]["drafted"] > 0) == (drafter != "none")
+
+
+# --json
+
+
+def test_json_is_one_object_and_nothing_else(generate: Run, answer: Completion, tiny_folder: Path) -> None:
+    result = generate("--json")
+    assert result.status == 0
+    assert result.out.count("\n") == 1 and result.out.endswith("}\n")
+    report = json.loads(result.out)
+    assert report["text"] == answer.text
+    assert report["ids"] == list(answer.ids)
+    assert report["finish_reason"] == answer.finish_reason
+    assert report["settings"]["model"] == str(tiny_folder)
+    assert report["settings"]["max_tokens"] == 24
+    assert report["versions"]["foredraft"] == foredraft.__version__
+    assert {"foredraft", "torch", "transformers", "python"} <= report["versions"].keys()
+    assert report["stats"].keys() >= STATS
+    assert report["stats"]["tokens"] == len(answer.ids)
+    assert report["stats"]["target_forwards"] == answer.stats.target_forwards
+    assert report["stats"]["drafter"] == "ngram"
+    assert report["stats"]["rule"] == "greedy"
+    assert report["stats"]["backend"] == "transformers"
+
+
+def test_json_of_a_single_token_has_no_tpot(generate: Run) -> None:
+    stats = json.loads(generate("--json", "--max-tokens", 1).out)["stats"]
+    assert stats["tpot_ms"] is None
+    assert stats["acceptance_rate"] is None
+    assert stats["tokens"] == 1
+
+
+def test_json_keeps_characters_as_they_are(generate: Run) -> None:
+    result = generate("--json", "--stop", "好🌍")
+    assert "好🌍" in result.out
+
+
+def test_json_with_compare_holds_both_runs(generate: Run) -> None:
+    result = generate("--json", "--compare")
+    report = json.loads(result.out)
+    assert result.status == 0
+    assert report["compare"]["identical"] is True
+    assert report["compare"]["ids"] == report["ids"]
+    assert report["compare"]["stats"].keys() >= STATS
+    assert report["compare"]["stats"]["drafter"] == "none"
+
+
+# --compare
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft"])
+def test_compare_says_identical_and_shows_both(
+    drafter: str, generate: Run, near_folder: Path, answer: Completion
+) -> None:
+    result = generate("--compare", "--drafter", f"draft:{near_folder}" if drafter == "draft" else drafter)
+    assert result.status == 0
+    assert result.out == answer.text + "\n"
+    assert f"identical to plain decoding: yes ({len(answer.ids)} tokens)" in result.err
+    [head] = [line.split() for line in result.err.splitlines() if line.split()[:1] == ["plain"]]
+    assert head == ["plain", drafter]
+    [forwards] = [line.split() for line in result.err.splitlines() if line.startswith("target forwards")]
+    assert int(forwards[-2]) == len(answer.ids) >= int(forwards[-1])
+    assert re.search(r"speedup +1\.00x +\d+\.\d\dx", result.err)
+
+
+def test_compare_of_sampled_runs_says_why_they_may_differ(generate: Run, near_folder: Path) -> None:
+    result = generate("--compare", "--temperature", 1, "--seed", 5, "--drafter", f"draft:{near_folder}")
+    assert result.status == 0
+    assert "identical to plain decoding: not expected (sampled with rule 'token'" in result.err
+
+
+def test_compare_that_finds_a_difference_says_where_and_fails(
+    generate: Run, monkeypatch: Any, answer: Completion
+) -> None:
+    other = dataclasses.replace(answer, ids=(*answer.ids[:5], answer.ids[5] + 1, *answer.ids[6:]))
+
+    class Other:
+        def generate(self, *_: Any, **__: Any) -> Completion:
+            return other
+
+    monkeypatch.setattr(api.Model, "plain", lambda _: Other())
+    result = generate("--compare")
+    assert result.status == 1
+    assert f"identical to plain decoding: no (first difference at token 6 of {len(answer.ids)})" in result.err
+    result = generate("--compare", "--json")
+    assert result.status == 1
+    assert json.loads(result.out)["compare"]["identical"] is False
+
+
+# --color
+
+
+def test_colour_tells_the_three_origins_apart(generate: Run, near_folder: Path, answer: Completion) -> None:
+    drafter = ("--drafter", f"draft:{near_folder}", "--draft-tokens", 1)
+    result = generate("--color", "always", "--compare", *drafter)
+    assert result.status == 0
+    shown, legend = result.out.split("\x1b[32mdraft\x1b[0m")
+    assert without_colour(shown).rstrip("\n") == re.sub(r"[\r\x07-\x08\x0b-\x0c]", "", answer.text).expandtabs(8)
+    for style in ("32", "1;33", "4;36"):
+        assert f"\x1b[{style}m" in shown
+    assert "\x1b[1;33mcorrection\x1b[0m" in legend
+    assert "\x1b[4;36mbonus\x1b[0m" in legend
+    counts = re.findall(r"^(?:draft|correction|bonus)? +(\d+)  \w", without_colour(legend), re.MULTILINE)
+    assert sum(map(int, counts)) == len(answer.ids)
+    assert f"identical to plain decoding: yes ({len(answer.ids)} tokens)" in without_colour(legend)
+    assert "speedup" in legend
+    assert "identical" not in result.err
+
+
+@pytest.mark.parametrize("color", ["never", "auto"])
+def test_there_is_no_colour_where_nobody_sees_it(color: str, generate: Run) -> None:
+    result = generate("--color", color, "--compare")
+    assert "\x1b" not in result.out + result.err
+
+
+# The models
+
+
+def test_models_are_listed_with_where_they_are(run: Run, tmp_path: Path) -> None:
+    result = run("models")
+    assert result.status == 0
+    [row] = [line for line in result.out.splitlines() if "smollm2-135m" in line]
+    assert "Apache-2.0" in row and "98 MB" in row and row.rstrip().endswith("no")
+    file = models.bundled_path(models.BUNDLED["smollm2-135m"], tmp_path / "cache")
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert "yes" in run("models").out
+
+
+def test_models_pull_prints_where_the_file_lies(run: Run, monkeypatch: Any, tmp_path: Path) -> None:
+    def fetch(model: models.BundledModel, cache: Path, notify: models.Notify) -> Path:
+        notify("Fetching it")
+        return models.bundled_path(model, cache)
+
+    monkeypatch.setattr(models, "fetch_bundled", fetch)
+    result = run("models", "pull", "smollm2-135m")
+    assert result.status == 0
+    assert Path(result.out.rstrip("\n")) == models.bundled_path(models.BUNDLED["smollm2-135m"], tmp_path / "cache")
+    assert "Fetching it" in result.err
+
+
+def test_models_pull_of_an_unknown_name_is_refused(run: Run) -> None:
+    result = run("models", "pull", "smollm3")
+    assert result.status == 2
+    assert "no bundled model 'smollm3'; known: smollm2-135m" in result.err
+    assert result.out == ""
+
+
+# What is refused
+
+
+def refused(result: Result, message: str) -> None:
+    assert result.status == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--drafter", "ngarm"],
+            "Error: There is no drafter 'ngarm'. Did you mean 'ngram'? Known: none, ngram, draft:REF",
+        ),
+        (["--drafter", "draft"], "Error: Drafter 'draft' needs a model: draft:REF"),
+        (["--drafter", "ngram:3"], "Error: Drafter 'ngram' takes no argument"),
+        (["--drafter", "draft:/no/such/model"], "Error: There is no model '/no/such/model'"),
+        (["--draft-tokens", "65"], "Error: draft_tokens is 65, but must be in [0, 64]"),
+        (["--draft-tokens", "-1"], "Error: draft_tokens is -1, but must be in [0, 64]"),
+        (["--max-tokens", "0"], "Error: max_tokens is 0, but must be an integer >= 1"),
+        (["--temperature", "-0.5"], "Error: temperature is -0.5, but must be a number >= 0"),
+        (["--temperature", "nan"], "Error: temperature is nan, but must be a number >= 0"),
+        (["--top-k", "-1"], "Error: top_k is -1, but must be an integer >= 0"),
+        (["--top-p", "0"], "Error: top_p is 0.0, but must be a number in (0, 1]"),
+        (["--top-p", "1.5"], "Error: top_p is 1.5, but must be a number in (0, 1]"),
+        (["--min-p", "2"], "Error: min_p is 2.0, but must be a number in [0, 1]"),
+        (["--seed", "-1"], "Error: seed is -1, but must be an integer in [0, 2**63)"),
+        (["--stop", ""], "Error: stop is ('',), but must be a string or a list of strings, none of them empty"),
+        (["--device", "nonsense"], "Error: Device 'nonsense' cannot be used here"),
+        (["--device", "cuda:99"], "Error: Device 'cuda:99' cannot be used here"),
+        (["--dtype", "int3"], "Error: dtype is 'int3', but must be one of auto, float32, bfloat16, float16"),
+        (["--draft-token", "3"], "No such option: --draft-token"),
+        (["--draft-tokens", "many"], "Invalid value for '--draft-tokens': "),
+        (["--color", "sometimes"], "Invalid value for '--color'"),
+        (["another argument"], "unexpected extra argument"),
+    ],
+)
+def test_a_wrong_option_is_refused(options: list[str], message: str, generate: Run) -> None:
+    refused(generate(*options), message)
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "stdin", "message"),
+    [
+        ("", "", "The prompt is empty: give some text."),
+        (" \n", "", "The prompt is empty: give some text."),
+        ("-", "", "The prompt is empty: give some text."),
+        ("the " * 2000, "", "but the model's context is 1024 and one more must fit: shorten the prompt."),
+        ("-", b"caf\xe9", "not valid Unicode"),
+        (b"caf\xe9".decode(errors="surrogateescape"), "", "not valid Unicode"),
+    ],
+)
+def test_a_wrong_prompt_is_refused(
+    prompt: str, stdin: str | bytes, message: str, json_too: bool, generate: Run
+) -> None:
+    refused(generate(*["--json"] * json_too, prompt=prompt, stdin=stdin), message)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("smolm2-135m", "Error: There is no model 'smolm2-135m'. Did you mean 'smollm2-135m'?"),
+        ("/no/such/folder", "Error: There is no model '/no/such/folder'. Give a bundled name"),
+        ("Tell me something about the sea. " * 20, "Error: There is no model 'Tell me"),
+    ],
+)
+def test_an_unknown_model_is_refused(model: str, message: str, run: Run) -> None:
+    refused(run("generate", model, PROMPT), message)
+
+
+def test_a_file_that_is_no_gguf_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_text("<!DOCTYPE html>")
+    refused(run("generate", tmp_path / "a.gguf", PROMPT), "does not begin with the GGUF magic but with b'<!DO'")
+
+
+def test_a_gguf_file_cut_short_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    refused(run("generate", tmp_path / "a.gguf", PROMPT), f"Error: Cannot read the model {tmp_path / 'a.gguf'} (")
+
+
+def test_a_folder_without_a_model_is_refused(run: Run, tmp_path: Path) -> None:
+    refused(run("generate", tmp_path, PROMPT), "has no config.json, so it is not a model")
+
+
+def test_weights_cut_short_are_refused(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "cut"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:9999])
+    refused(run("generate", folder, PROMPT), f"Error: Cannot read the model {folder} (")
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    generate: Run, tiny_folder: Path, tmp_path: Path, tokenizer: Any
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "other"))
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    b, k = (tokenizer.convert_tokens_to_ids(token) for token in "BK")
+    content["model"]["vocab"] |= {"B": k, "K": b}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    message = f"Error: The draft model has another vocabulary: id {b} is 'B' to the target and 'K' to the draft model."
+    refused(generate("--drafter", f"draft:{folder}"), message)
+
+
+def test_a_model_that_does_not_fit_is_refused(generate: Run, monkeypatch: Any) -> None:
+    monkeypatch.setattr("foredraft.backends.checkpoint.available_memory", lambda _: 1000)
+    refused(generate(), "Error: The model does not fit: it takes 0.00 GB of weights")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate"], ["generate", "model"], ["nonsense"], ["models", "nonsense"], ["-x"]]
+)
+def test_a_wrong_command_shows_how_it_is_used(arguments: list[str], run: Run) -> None:
+    refused(run(*arguments), "Usage: foredraft")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BrokenPipeError(32, "Broken pipe")])
+def test_who_stops_it_sees_no_traceback(error: BaseException, generate: Run, monkeypatch: Any) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(api, "load", load)
+    monkeypatch.setattr(sys.stderr, "close", lambda: None)
+    result = generate()
+    assert result.status not in (0, 2)
+    assert "Traceback" not in result.err
+
+
+# Help, version and the real program
+
+
+def test_help_reads_well(run: Run) -> None:
+    result = run("--help")
+    assert result.status == 0
+    assert "Lossless speculative decoding" in result.out
+    for command in ("generate", "models"):
+        assert command in result.out
+    text = without_colour(run("generate", "--help").out)
+    for option in ("--drafter", "--draft-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"):
+        assert option in text
+    for option in ("--max-tokens", "--stop", "--no-chat", "--compare", "--json", "--device", "--dtype", "--color"):
+        assert option in text
+    assert "pull" in run("models", "--help").out
+
+
+def test_the_version_is_shown(run: Run) -> None:
+    assert run("--version") == (0, f"foredraft {foredraft.__version__}\n", "")
+
+
+def test_help_does_not_load_torch() -> None:
+    code = (
+        "import sys; from foredraft.cli import main\n"
+        "try: main(['generate', '--help'])\n"
+        "except SystemExit: pass\n"
+        "slow = {'torch', 'transformers', 'huggingface_hub', 'numpy'} & sys.modules.keys()\n"
+        "assert not slow, slow"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--drafter" in without_colour(done.stdout)
+
+
+def test_the_program_runs_as_a_module(tiny_folder: Path, answer: Completion, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "foredraft", "generate", tiny_folder, "-", "--json", "--verbose", "--max-tokens", "24"],
+        input=PROMPT,
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONUTF8": "1", "COLUMNS": "200", "FOREDRAFT_CACHE": str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ids"] == list(answer.ids)
+    assert "GB of weights" in done.stderr
+    assert "Warning" not in done.stderr

@@ -1,0 +1,178 @@
+"""SmolLM2-135M-Instruct in float32: every way of drafting says what the model says by itself, id for id."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import foredraft
+from foredraft.api import Model
+from foredraft.types import FinishEvent, SamplingParams, TokenEvent
+from tiny import plain_chain
+
+pytestmark = pytest.mark.real_model
+
+TOKENS = 48
+PARAMS = SamplingParams(max_tokens=TOKENS)
+PROMPTS = [
+    "Write the word 'tomato' ten times, separated by commas.",
+    "Repeat this sentence word for word: The grey cat sat on the warm roof and watched the grey pigeons on the roof.",
+    "Which is heavier, a kilogram of feathers or a kilogram of iron? Explain in two sentences.",
+    "Correct the spelling and give the whole text back: Yesterday we walkt to the harbour and lookt at the old ships.",
+    "Write a Python function that returns the sum of the squares of a list of numbers.",
+    "List the days of the week, then list them again in reverse order.",
+]
+LAYERS = 8  # of the model's 30, for a draft model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_threads() -> Iterator[None]:
+    """The tiny models' single thread is too few here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(all_threads: None) -> Model:
+    """The bundled model, fetched if it is not in the cache yet."""
+    return foredraft.load("smollm2-135m", "ngram", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def target(model: Model) -> Any:
+    """The transformers model inside."""
+    return model.backend.model  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def truncated(target: Any) -> Any:
+    """The first layers of the target as a model of its own; the weights are shared."""
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = LAYERS
+    with torch.device("meta"):
+        draft: Any = LlamaForCausalLM(config)
+    wanted = draft.state_dict().keys()
+    draft.load_state_dict({name: w for name, w in target.state_dict().items() if name in wanted}, assign=True)
+    draft.tie_weights()
+    draft.model.rotary_emb = copy.deepcopy(target.model.rotary_emb)  # its buffers are not in the state
+    return draft.eval()
+
+
+class Plain(NamedTuple):
+    prompt: list[int]
+    answer: list[int]
+
+
+@pytest.fixture(scope="module")
+def plain(model: Model) -> list[Plain]:
+    """Plain decoding of each prompt."""
+    return [Plain(model.encode(p), list(model.plain().generate(p, PARAMS).ids)) for p in PROMPTS]
+
+
+def assert_same(model: Any, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> None:
+    """Fails with the two top logits at the first difference: a near-tie there is rounding, a wide gap is a fault."""
+    if list(got) == list(expected):
+        return
+    pairs = zip(expected, got, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(got)))
+    if first == min(len(expected), len(got)):
+        pytest.fail(f"one answer ends after {len(got)} tokens, the other after {len(expected)}")
+    top = plain_chain(model, [*prompt, *expected[:first]])[-1].topk(2)
+    kind = "a near-tie" if top.values[0] - top.values[1] < 1e-3 else "no near-tie"
+    pytest.fail(
+        f"token {first}: {got[first]} instead of {expected[first]}. The two top logits are {kind}: "
+        f"{top.indices[0]} with {top.values[0]:.6f} and {top.indices[1]} with {top.values[1]:.6f}"
+    )
+
+
+def test_plain_decoding_says_what_generate_says(target: Any, plain: list[Plain], model: Model) -> None:
+    for prompt, answer in plain:
+        ids = torch.tensor([prompt])
+        got = target.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS
+        )
+        assert_same(target, prompt, got[0, len(prompt) :].tolist(), answer)
+
+
+def test_ngram_says_what_plain_decoding_says(target: Any, plain: list[Plain], model: Model) -> None:
+    accepted = 0
+    for prompt, answer in plain:
+        completion = model.generate(prompt, PARAMS)
+        assert_same(target, prompt, answer, completion.ids)
+        accepted += completion.stats.accepted
+    assert accepted > 0
+
+
+def test_a_truncated_copy_as_draft_model_says_what_plain_decoding_says(
+    target: Any, truncated: Any, plain: list[Plain], model: Model
+) -> None:
+    speculative = foredraft.load(target, truncated, tokenizer=model.tokenizer)
+    accepted = 0
+    for prompt, answer in plain:
+        completion = speculative.generate(prompt, PARAMS)
+        assert_same(target, prompt, answer, completion.ids)
+        assert completion.stats.drafter == "draft"
+        accepted += completion.stats.accepted
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft model"])
+def test_custom_generate_says_what_generate_says(kind: str, target: Any, truncated: Any, plain: list[Plain]) -> None:
+    method = foredraft.custom_generate(truncated if kind == "draft model" else "ngram")
+    for prompt, answer in plain[:3]:
+        ids = torch.tensor([prompt])
+        got = target.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            custom_generate=method,
+        )
+        assert_same(target, prompt, answer, got[0, len(prompt) :].tolist())
+
+
+def test_custom_generate_of_a_padded_batch_says_what_generate_says(target: Any, plain: list[Plain]) -> None:
+    """Batched and single forwards round differently, so the single answers are the ones to compare with."""
+    rows = plain[:3]
+    width = max(len(row.prompt) for row in rows)
+    pad = target.generation_config.pad_token_id
+    ids = torch.tensor([[pad] * (width - len(row.prompt)) + row.prompt for row in rows])
+    mask = torch.tensor([[0] * (width - len(row.prompt)) + [1] * len(row.prompt) for row in rows])
+    got = target.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=TOKENS,
+        custom_generate=foredraft.custom_generate("ngram"),
+    )
+    for row, answer in zip(rows, got[:, width:].tolist(), strict=True):
+        assert_same(target, row.prompt, row.answer, answer[: len(row.answer)])
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "你好，世界！今天天气很好，我们去公园散步吧。你好，世界！今天天气很好，",
+        "🌍 🚀 👩‍👩‍👧 🇫🇷 🌍 🚀 👩‍👩‍👧 🇫🇷 🌍 🚀",
+    ],
+    ids=["Chinese", "emoji"],
+)
+def test_a_stream_never_splits_a_character(prompt: str, model: Model) -> None:
+    pieces = []
+    for event in model.stream(prompt, SamplingParams(max_tokens=64, ignore_eos=True), chat=False):
+        if isinstance(event, TokenEvent):
+            pieces.append(event.text)
+        elif isinstance(event, FinishEvent):
+            assert "".join(pieces) + event.text == event.completion.text
+            assert event.completion.text == model.tokenizer.decode(list(event.completion.ids), skip_special_tokens=True)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert sum(len(piece.encode()) > len(piece) for piece in pieces) > 3  # there was something to split
+    assert "" in pieces
