@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from foredraft.types import Draft
 
 
@@ -20,3 +23,19 @@ def children(draft: Draft) -> list[list[int]]:
     for node, parent in enumerate(draft.parents):
         below[parent + 1].append(node)
     return below
+
+
+def depths(draft: Draft) -> list[int]:
+    """Of the root (entry 0, depth 0) and of each node i (entry i + 1): its distance from the root."""
+    found = [0]
+    for parent in draft.parents:
+        found.append(found[parent + 1] + 1)
+    return found
+
+
+def ancestor_mask(draft: Draft) -> Tensor:
+    """`[N+1, N+1]` bool: row r sees column c if c is r itself or above it. Row 0 is the root, row i + 1 node i."""
+    seen = torch.eye(len(draft) + 1, dtype=torch.bool)
+    for node, parent in enumerate(draft.parents):
+        seen[node + 1] |= seen[parent + 1]
+    return seen

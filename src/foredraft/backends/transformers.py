@@ -13,6 +13,8 @@ from transformers.cache_utils import DynamicLayer
 
 from foredraft.backends.base import Backend, Capabilities, KVCache, Query
 from foredraft.errors import UnsupportedError
+from foredraft.tree import ancestor_mask, depths
+from foredraft.types import Draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +34,14 @@ class TransformersCache(KVCache):
         """Number of committed tokens."""
         return self.kv.get_seq_length() - self.pending
 
+    def gather(self, path: Sequence[int]) -> None:
+        """Move the rows of these pending nodes up behind the root's."""
+        first = self.length + 1
+        for layer in self.kv.layers:
+            rows = torch.tensor(path, device=layer.keys.device) + first
+            for states in (layer.keys, layer.values):  # [1, heads, rows, head_dim]
+                states[..., first : first + len(path), :] = states[..., rows, :]
+
     def drop(self, rows: int) -> None:
         """Forget the last `rows` rows."""
         if rows > 0:
@@ -50,7 +60,7 @@ class TransformersBackend(Backend):
     """
 
     name = "transformers"
-    capabilities = Capabilities(trees=False)
+    capabilities = Capabilities(trees=True)
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
         refuse_unless_croppable(model)
@@ -76,12 +86,15 @@ class TransformersBackend(Backend):
 
     @torch.inference_mode()
     def forward(self, queries: Sequence[Query]) -> list[Tensor]:
-        """Logits `[N+1, V]` for each query. Chains only; several sequences are scored one after the other."""
+        """Logits `[N+1, V]` for each query; several sequences are scored one after the other."""
         return [self._score(query) for query in queries]
 
+    @torch.inference_mode()
     def commit(self, cache: KVCache, path: Sequence[int]) -> None:
-        """Keep the root and the accepted beginning of the chain."""
-        assert isinstance(cache, TransformersCache) and list(path) == list(range(len(path)))
+        """Keep the root and the nodes of the path, moved together where siblings lay between them."""
+        assert isinstance(cache, TransformersCache)
+        if list(path) != list(range(len(path))):
+            cache.gather(path)
         cache.drop(cache.pending - 1 - len(path))
         cache.pending = 0
 
@@ -92,16 +105,29 @@ class TransformersBackend(Backend):
 
     def _score(self, query: Query) -> Tensor:
         cache, tokens = query.cache, (query.root, *query.draft.tokens)
-        assert isinstance(cache, TransformersCache) and cache.pending == 0 and query.draft.is_chain
-        logits: Tensor = self._run(self.model, cache, tokens).logits[0, :, : self.vocab_size]
+        assert isinstance(cache, TransformersCache) and cache.pending == 0
+        shape = {} if query.draft.is_chain else self._tree_shape(cache.length, query.draft)
+        logits: Tensor = self._run(self.model, cache, tokens, **shape).logits[0, :, : self.vocab_size]
         cache.pending = len(tokens)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # so that time spent verifying is counted as such
         return logits
 
-    def _run(self, module: Any, cache: TransformersCache, tokens: Sequence[int]) -> Any:
+    def _tree_shape(self, committed: int, draft: Draft) -> dict[str, Tensor]:
+        """What makes a row of tokens a tree: who sees whom, `[1, 1, N+1, committed + N+1]`, and where each stands."""
+        among = ancestor_mask(draft)
+        seen = torch.cat([torch.ones(len(among), committed, dtype=torch.bool), among], dim=1)
+        mask = torch.zeros(seen.shape, dtype=self.model.dtype)
+        mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
+        positions = torch.tensor([depths(draft)]) + committed
+        return {
+            "attention_mask": mask[None, None].to(self.model.device),
+            "position_ids": positions.to(self.model.device),
+        }
+
+    def _run(self, module: Any, cache: TransformersCache, tokens: Sequence[int], **shape: Tensor) -> Any:
         ids = torch.tensor([tokens], dtype=torch.long, device=self.model.device)
-        return module(input_ids=ids, use_cache=True, return_dict=True, **{self._cache_keyword: cache.kv})
+        return module(input_ids=ids, use_cache=True, return_dict=True, **{self._cache_keyword: cache.kv}, **shape)
 
 
 def refuse_unless_croppable(model: PreTrainedModel) -> None:
