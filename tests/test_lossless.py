@@ -36,7 +36,8 @@ from foredraft.proof.enumeration import (
     total_variation,
 )
 from foredraft.proposers import DRAFTERS
-from foredraft.sampling import RandomSource, probabilities
+from foredraft.randomness import RandomSource
+from foredraft.sampling import probabilities
 from foredraft.types import Draft, SamplingParams
 from tiny import (
     DRAFTER_MAKERS,

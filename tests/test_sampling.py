@@ -14,7 +14,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from chance import FALSE_FAILURE, g_test
 from foredraft.errors import ModelError
-from foredraft.sampling import SamplingLaw, TorchSource, one_hot_argmax, probabilities
+from foredraft.randomness import TorchSource
+from foredraft.sampling import SamplingLaw, one_hot_argmax, probabilities
 from foredraft.types import Draft, SamplingParams
 
 

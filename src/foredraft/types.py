@@ -75,8 +75,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-            good = all(isinstance(s, str) and s for s in getattr(self, name))
+            strings = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
+            object.__setattr__(self, name, value if strings is None else strings)
+            good = strings is not None and all(isinstance(s, str) and s for s in strings)
             self._require(name, good, "a string or a list of strings, none of them empty")
         self._require("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
         self._require("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
