@@ -195,7 +195,12 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
     (rows([1, 0]), rows([1, 0], [1, 0]), np.array([[0]]), r"draft_tokens\[0\]"),
     (rows([1, 0]), rows([1, 0], [1, 0]), np.array([True]), r"draft_tokens\[0\]"),
     (rows([1, 0]), rows([1, 0], [1, 0]), [1], r"residual \(p - q\)\+ has no mass after drafted token 1 \(number 0\)"),
-    (rows([1, 9e-6]), rows([1, 0], [1, 0]), [1], r"residual \(p - q\)\+ has no mass after drafted token 1 \(number 0\)"),
+    (
+        rows([1, 9e-6]),
+        rows([1, 0], [1, 0]),
+        [1],
+        r"residual \(p - q\)\+ has no mass after drafted token 1 \(number 0\)",
+    ),
 ]
 
 
