@@ -47,7 +47,8 @@ class SamplingParams:
         logit_bias: Added to the logits of these token ids, in [-100, 100].
         bad_words: Strings that the answer must not contain (as their usual tokens, with and without a leading space).
         min_tokens: No stop token before the answer has this many tokens.
-        logprobs: Report each emitted token's log-probability and those of the n likeliest, n in [0, 20].
+        logprobs: Report each emitted token's log-probability and those of the n likeliest, n in [0, 20]; of tokens with
+            no probability none.
         seed: Seed of the request's private random source; `None` takes a fresh one, which the completion reports.
         stop: Strings that end the answer; the text is cut before the first of them.
         ignore_eos: Go on past the model's stop tokens (for measurements of a fixed length).

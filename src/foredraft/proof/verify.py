@@ -102,11 +102,17 @@ def verify(
         notify: Told what begins.
 
     Raises:
-        InvalidInputError: Unknown control.
+        InvalidInputError: Unknown control, one that needs a drafter, or nothing to check.
     """
     if control is not None and control not in CONTROLS:
         raise InvalidInputError(f"There is no negative control '{control}'; known: {', '.join(CONTROLS)}.")
+    if not prompts:
+        raise InvalidInputError("There is no prompt to compare: give at least one.")
+    if samples < 0:
+        raise InvalidInputError(f"samples is {samples}, but must be an integer >= 0.")
     mistake = CONTROLS[control] if control is not None else None
+    if mistake is not None and mistake.breaks_the_cache and model.engine.setup.drafter is None:
+        raise InvalidInputError(f"Control '{control}' shows where drafts are rejected: it needs a drafter.")
     rule = model.engine.setup.rule_for(greedy=False)
     notify("Enumerating output laws")
     enumerated = tuple(_enumerate(rule, mistake))
@@ -191,7 +197,10 @@ def _settings(rule: Rule, max_tokens: int) -> list[tuple[str, SamplingParams]]:
 def _with_stale_cache(model: Model) -> Engine:
     if not isinstance(model.backend, TransformersBackend):
         raise InvalidInputError(f"Control 'stale-cache' is for backend transformers, not {model.backend.name}.")
-    return Model(stale_cache(model.backend), model.tokenizer, model.drafter).engine
+    setup = model.engine.setup
+    stale = stale_cache(model.backend)
+    rule = setup.rule.name if setup.rule is not None else None
+    return Model(stale, model.tokenizer, model.drafter, draft_tokens=setup.draft_tokens, rule=rule).engine
 
 
 def _audit(
