@@ -149,7 +149,7 @@ def test_a_seed_repeats_a_sampled_answer(generate: Run) -> None:
     settings = reports[0]["settings"]
     assert (settings["temperature"], settings["top_k"], settings["top_p"], settings["min_p"]) == (1.0, 40, 0.95, 0.01)
     assert settings["seed"] == 1
-    assert reports[0]["stats"]["rule"] == "token"
+    assert reports[0]["stats"]["rule"] == "seed-exact"
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])
@@ -230,7 +230,7 @@ def test_compare_says_identical_and_shows_both(
 def test_compare_of_sampled_runs_says_why_they_may_differ(generate: Run, near_folder: Path) -> None:
     result = generate("--compare", "--temperature", 1, "--seed", 5, "--drafter", f"draft:{near_folder}")
     assert result.status == 0
-    assert "identical to plain decoding: not expected (sampled with rule 'token'" in result.err
+    assert "identical to plain decoding: not expected (rule 'block': the same law, other draws)" in result.err
 
 
 def test_compare_that_finds_a_difference_says_where_and_fails(

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ NOT_RUN = ("git ", "make ", "pip ")  # would install, or run this suite inside i
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
 
-def blocks(language: str) -> list[object]:
-    found = []
+def blocks(language: str) -> list[Any]:
+    found: list[Any] = []
     for page in PAGES:
         for match in re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
             found.append(pytest.param(match[1], id=f"{page.stem}-{len(found)}"))

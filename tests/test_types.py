@@ -84,7 +84,7 @@ def test_a_chain_is_a_tree_without_branches() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "parents", "q"),
-    [((1, 2), (-1,), None), ((1, 2), (-1, 1), None), ((1,), (-2,), None), ((1,), (-1,), torch.ones(2, 3))],
+    [((1, 2), (-1,), ()), ((1, 2), (-1, 1), ()), ((1,), (-2,), ()), ((1,), (-1,), tuple(torch.ones(2, 3)))],
     ids=["a parent short", "own parent", "parent out of range", "a row of q too many"],
 )
 def test_a_malformed_draft_cannot_be_built(tokens: Any, parents: Any, q: Any) -> None:

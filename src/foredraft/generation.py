@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from foredraft.errors import InvalidInputError
 from foredraft.metrics import summarize, zero_acceptance
 from foredraft.proposers.base import Drafter, Verification
 from foredraft.randomness import KeyedSource, RandomSource, TorchSource
-from foredraft.sampling import AllowedTokens, Law, SamplingLaw
+from foredraft.sampling import AllowedTokens, Law, SamplingLaw, refuse_bias_beyond
 from foredraft.text import TextStream, TextTokenizer, word_ids
 from foredraft.types import (
     Completion,
@@ -95,6 +96,7 @@ class Generation:
             self._limit = min(self._limit, setup.backend.context)
         if (params.stop or params.bad_words) and setup.tokenizer is None:
             raise InvalidInputError("Stop strings and bad words need a tokenizer, and there is none here.")
+        refuse_bias_beyond(setup.backend.vocab_size, params.logit_bias)
         seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
         self._settings = replace(params, seed=seed)
         self._halt = request.halt
@@ -168,8 +170,9 @@ class Generation:
         if count is None or self._logprob_rows is None:
             return None
         values = self._logprob_rows[row]
-        ids = [token, *(i for i in values.topk(count).indices.tolist() if i != token)]
-        noted = dict(zip(ids, values[ids].tolist(), strict=True))
+        best = values.topk(min(count, len(values)))
+        likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        noted = {token: float(values[token])} | {i: value for i, value in likeliest if value > -math.inf}
         self._logprobs.append(noted)
         return noted
 
@@ -214,7 +217,6 @@ class Generation:
     def _finish(self, reason: FinishReason, now: float) -> FinishEvent:
         drafter = self._setup.drafter
         held = "" if self._text is None or reason == "stop_string" else self._text.flush()
-        warning = zero_acceptance(self._rounds, drafter.when_nothing_is_accepted) if drafter is not None else None
         completion = Completion(
             text="".join([*self._pieces, held]),
             ids=tuple(self.tokens[self._prompt_length :]),
@@ -229,10 +231,16 @@ class Generation:
                 rule=self.rule.name,
                 backend=self._setup.backend.name,
             ),
-            warnings=(warning,) if warning is not None else (),
+            warnings=self._warnings(),
             logprobs=tuple(self._logprobs) if self._settings.logprobs is not None else None,
         )
         return FinishEvent(held, completion)
+
+    def _warnings(self) -> tuple[str, ...]:
+        drafter = self._setup.drafter
+        idle = zero_acceptance(self._rounds, drafter.when_nothing_is_accepted) if drafter is not None else None
+        lossy = f"Rule '{self.rule.name}' is lossy: the model by itself would write another text."
+        return tuple(w for w in (idle, lossy if self.rule.lossy else None) if w is not None)
 
 
 def _checked_prompt(prompt: Sequence[int], backend: Backend) -> list[int]:

@@ -95,13 +95,13 @@ class SamplingLaw:
             return logits
         scores = logits.double()
         if params.logit_bias:
+            refuse_bias_beyond(scores.shape[-1], params.logit_bias)
             scores = _add_bias(scores, params.logit_bias)
         histories = [[*history, *path] for path in [(), *paths(draft)]]
         if self._penalised:
             scores = self._penalise(scores, histories)
         if self._masked:
-            for row, tokens in zip(scores, histories, strict=True):
-                self._mask(row, tokens)
+            self._mask_reachable(scores, draft, histories)
         return scores
 
     def _penalise(self, scores: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
@@ -114,21 +114,37 @@ class SamplingLaw:
             scores = torch.where(answer + prompt > 0, penalised, scores)
         return scores - params.frequency_penalty * answer - params.presence_penalty * (answer > 0)
 
+    def _mask_reachable(self, scores: Tensor, draft: Draft, histories: Sequence[Sequence[int]]) -> None:
+        """Mask rows in place, but for those below a masked token: no rule gets there, and no grammar knows such text."""
+        reachable = [True]
+        self._mask(scores[0], histories[0])
+        for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+            reachable.append(reachable[parent + 1] and not scores[parent + 1, token].isneginf())
+            if reachable[-1]:
+                self._mask(scores[node + 1], histories[node + 1])
+
     def _mask(self, row: Tensor, tokens: Sequence[int]) -> None:
-        for *beginning, last in self._bad_words:
-            if not beginning or list(tokens[-len(beginning) :]) == beginning:
-                row[last] = -torch.inf
+        forbidden = [
+            last
+            for *beginning, last in self._bad_words
+            if not beginning or list(tokens[-len(beginning) :]) == beginning
+        ]
         if len(tokens) - self._prompt_length < self._params.min_tokens:
-            row[self._stop_tokens] = -torch.inf
+            forbidden += self._stop_tokens
+        row[[i for i in forbidden if i < len(row)]] = -torch.inf  # a tokenizer may have more ids than the model
         if self._allowed is not None and (mask := self._allowed(tokens)) is not None:
             row[~mask.to(row.device)] = -torch.inf
         if row.isneginf().all():
             raise InvalidInputError("Bad words, min_tokens and the allowed tokens leave no token to continue with.")
 
 
+def refuse_bias_beyond(vocabulary: int, bias: Mapping[int, float]) -> None:
+    """Raise `InvalidInputError` if `bias` names an id that does not exist."""
+    if max(bias, default=-1) >= vocabulary:
+        raise InvalidInputError(f"logit_bias names token id {max(bias)}, but the last id is {vocabulary - 1}.")
+
+
 def _add_bias(scores: Tensor, bias: Mapping[int, float]) -> Tensor:
-    if max(bias) >= scores.shape[-1]:
-        raise InvalidInputError(f"logit_bias names token id {max(bias)}, but the last id is {scores.shape[-1] - 1}.")
     offsets = scores.new_zeros(scores.shape[-1])
     offsets[list(bias)] = scores.new_tensor(list(bias.values()))
     return scores + offsets

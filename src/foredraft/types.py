@@ -47,7 +47,8 @@ class SamplingParams:
         logit_bias: Added to the logits of these token ids, in [-100, 100].
         bad_words: Strings that the answer must not contain (as their usual tokens, with and without a leading space).
         min_tokens: No stop token before the answer has this many tokens.
-        logprobs: Report each emitted token's log-probability and those of the n likeliest, n in [0, 20].
+        logprobs: Report each emitted token's log-probability and those of the n likeliest, n in [0, 20]; of tokens with
+            no probability none.
         seed: Seed of the request's private random source; `None` takes a fresh one, which the completion reports.
         stop: Strings that end the answer; the text is cut before the first of them.
         ignore_eos: Go on past the model's stop tokens (for measurements of a fixed length).
@@ -75,8 +76,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-            good = all(isinstance(s, str) and s for s in getattr(self, name))
+            strings = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
+            object.__setattr__(self, name, value if strings is None else strings)
+            good = strings is not None and all(isinstance(s, str) and s for s in strings)
             self._require(name, good, "a string or a list of strings, none of them empty")
         self._require("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
         self._require("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")

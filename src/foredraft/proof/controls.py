@@ -52,6 +52,8 @@ def block_without_weight(draft: Draft, p: Tensor, source: RandomSource) -> Verdi
         if source.coin(taken):
             longest = i
     law = p[longest] if longest == count else remainder(draft, longest, p[longest])
+    if not law.sum() > 0:  # p = q: the mistake has nothing to draw from
+        law = p[longest]
     return Verdict(tuple(range(longest)), (*draft.tokens[:longest], source.draw(law)), rejected=longest < count)
 
 

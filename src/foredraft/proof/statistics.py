@@ -40,7 +40,7 @@ def g_test(counts: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> GTest
     samples = sum(counts.values())
     if any(law.get(outcome, 0.0) <= 0 for outcome, n in counts.items() if n):
         return GTest(samples, len(law), float("inf"), 0.0, 0.0)
-    rare = [outcome for outcome, mass in law.items() if samples * mass < _SMALLEST_EXPECTED]
+    rare = [outcome for outcome, mass in law.items() if 0 < samples * mass < _SMALLEST_EXPECTED]
     cells = [[outcome] for outcome, mass in law.items() if samples * mass >= _SMALLEST_EXPECTED] + (
         [rare] if rare else []
     )

@@ -19,13 +19,14 @@ from foredraft.errors import InvalidInputError
 from foredraft.models import ModelFiles, Notify
 from foredraft.proof.audit import Equality, audit, sampled
 from foredraft.proof.controls import CONTROLS, Control, stale_cache
-from foredraft.proof.enumeration import Decide, ancestral_law, joint_law, total_variation
+from foredraft.proof.enumeration import Decide, Propose, ancestral_law, joint_law, total_variation
 from foredraft.proof.statistics import FALSE_FAILURE, GTest
 from foredraft.proof.toys import Case, cases_for, drawn_tree, toy_model
 from foredraft.types import SamplingParams
 
 EXACT = 1e-9
 """Total variation that float64's rounding explains."""
+_TOYS = 4  # for a wrong way of drawing: on a single toy it may be without effect
 
 PROMPTS = (
     "List the months of the year, then list them again in reverse order.",
@@ -101,11 +102,17 @@ def verify(
         notify: Told what begins.
 
     Raises:
-        InvalidInputError: Unknown control.
+        InvalidInputError: Unknown control, one that needs a drafter, or nothing to check.
     """
     if control is not None and control not in CONTROLS:
         raise InvalidInputError(f"There is no negative control '{control}'; known: {', '.join(CONTROLS)}.")
+    if not prompts:
+        raise InvalidInputError("There is no prompt to compare: give at least one.")
+    if samples < 0:
+        raise InvalidInputError(f"samples is {samples}, but must be an integer >= 0.")
     mistake = CONTROLS[control] if control is not None else None
+    if mistake is not None and mistake.breaks_the_cache and model.engine.setup.drafter is None:
+        raise InvalidInputError(f"Control '{control}' shows where drafts are rejected: it needs a drafter.")
     rule = model.engine.setup.rule_for(greedy=False)
     notify("Enumerating output laws")
     enumerated = tuple(_enumerate(rule, mistake))
@@ -144,29 +151,38 @@ def _enumerate(rule: Rule, mistake: Control | None) -> Iterator[Enumerated]:
     if mistake is None:
         for each in dict.fromkeys((RULES["greedy"].name, rule.name)):
             yield from enumerate_rule(RULES[each])
-    elif mistake.rule is not None and mistake.children is not None:
-        p, q = toy_model(3, 0), toy_model(3, 1)
-        propose = drawn_tree(q, mistake.widths, mistake.siblings, mistake.children)
-        length = len(mistake.widths) + 1
-        law = joint_law(RULES[mistake.rule].decide, propose, p, length)
-        yield Enumerated(mistake.rule, mistake.mistake, 1, total_variation(law, ancestral_law(p, length)))
-    elif mistake.rule is not None:
-        yield from enumerate_rule(RULES[mistake.rule], mistake.decide)
+    else:
+        yield from enumerate_control(mistake)
 
 
 def enumerate_rule(rule: Rule, decide: Decide | None = None) -> list[Enumerated]:
     """Every branch of the rule (or of `decide` in its place) on every kind of draft that the rule accepts."""
-
-    def distance(case: Case) -> float:
-        length = len(case.widths) + 1
-        law = joint_law(decide or rule.decide, case.propose, case.target, length)
-        return total_variation(law, ancestral_law(case.target, length))
-
     rows = []
     for kind, group in groupby(sorted(cases_for(rule), key=lambda case: case.kind), key=lambda case: case.kind):
-        distances = [distance(case) for case in group]
+        distances = [_distance(decide or rule.decide, case.propose, case) for case in group]
         rows.append(Enumerated(rule.name, kind, len(distances), max(distances)))
     return rows
+
+
+def enumerate_control(control: Control) -> list[Enumerated]:
+    """The same with a mistake in the rule or in the drawing; nothing for a mistake that is elsewhere."""
+    if control.rule is None:
+        return []
+    rule = RULES[control.rule]
+    if control.children is None:
+        return enumerate_rule(rule._replace(trees=False), control.decide)  # controls are written for chains
+    distances = []
+    for seed in range(0, 2 * _TOYS, 2):
+        case = Case("", toy_model(4, seed), toy_model(4, seed + 1), control.widths, control.siblings)
+        propose = drawn_tree(case.draft, control.widths, control.siblings, control.children)
+        distances.append(_distance(rule.decide, propose, case))
+    return [Enumerated(rule.name, control.mistake, len(distances), max(distances))]
+
+
+def _distance(decide: Decide, propose: Propose, case: Case) -> float:
+    length = len(case.widths) + 1
+    law = joint_law(decide, propose, case.target, length)
+    return total_variation(law, ancestral_law(case.target, length))
 
 
 def _settings(rule: Rule, max_tokens: int) -> list[tuple[str, SamplingParams]]:
@@ -181,7 +197,10 @@ def _settings(rule: Rule, max_tokens: int) -> list[tuple[str, SamplingParams]]:
 def _with_stale_cache(model: Model) -> Engine:
     if not isinstance(model.backend, TransformersBackend):
         raise InvalidInputError(f"Control 'stale-cache' is for backend transformers, not {model.backend.name}.")
-    return Model(stale_cache(model.backend), model.tokenizer, model.drafter).engine
+    setup = model.engine.setup
+    stale = stale_cache(model.backend)
+    rule = setup.rule.name if setup.rule is not None else None
+    return Model(stale, model.tokenizer, model.drafter, draft_tokens=setup.draft_tokens, rule=rule).engine
 
 
 def _audit(
