@@ -128,6 +128,8 @@ class Draft:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     q: tuple[Tensor | None, ...] = ()
+    scores: tuple[float, ...] = ()
+    """For each node the proposer's estimate that its whole path will be accepted; empty if it makes none."""
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
@@ -135,6 +137,7 @@ class Draft:
         if not self.q:
             object.__setattr__(self, "q", (None,) * len(self.tokens))
         assert len(self.q) == len(self.tokens)
+        assert len(self.scores) in (0, len(self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
