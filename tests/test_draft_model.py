@@ -60,7 +60,7 @@ def tell(proposer: Proposer, draft: Draft, accepted: int) -> None:
     """Let the proposer observe that the beginning of its draft was accepted."""
     verdict = Verdict(tuple(range(accepted)), (*draft.tokens[:accepted], 0), rejected=accepted < len(draft))
     nothing = torch.empty(len(draft) + 1, VOCABULARY)
-    proposer.observe(Verification(draft, nothing, nothing), verdict)
+    proposer.observe(Verification(draft, nothing, nothing, root=0), verdict)
 
 
 def test_q_is_what_it_drew_from_and_tokens_are_what_it_drew(draft_backend: TransformersBackend) -> None:

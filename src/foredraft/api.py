@@ -22,6 +22,7 @@ from foredraft.models import ModelFiles, Notify, file_key, resolve
 from foredraft.proposers import DRAFTERS
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel, refuse_other_vocabulary
+from foredraft.proposers.hybrid import Hybrid
 from foredraft.types import Completion, Event, FinishEvent, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     DrafterLike: TypeAlias = str | Drafter | PreTrainedModel | None
+
+KNOWN_DRAFTERS = "none, ngram, recycling, draft:REF, hybrid:A+B"
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """A user's message, token ids as they are, or chat messages with `role` and `content`."""
@@ -183,16 +186,29 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
         kind = type(drafter).__name__
         raise InvalidInputError(f"A drafter is a name, a transformers model or a Drafter, but this is {kind}.")
     name, _, argument = drafter.partition(":")
+    if name == "hybrid":
+        return name, _parse_parts(argument)
     known = ("none", *DRAFTERS)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise InvalidInputError(f"There is no drafter '{name}'.{hint} Known: none, ngram, draft:REF.")
+        raise InvalidInputError(f"There is no drafter '{name}'.{hint} Known: {KNOWN_DRAFTERS}.")
     if name == DraftModel.name and not argument:
         raise InvalidInputError("Drafter 'draft' needs a model: draft:REF, where REF is what a model may be.")
     if name != DraftModel.name and argument:
         raise InvalidInputError(f"Drafter '{name}' takes no argument, but was given '{argument}'.")
     return (name, argument) if name != "none" else None
+
+
+def _parse_parts(argument: str) -> list[tuple[str, Any]]:
+    parts = [parse_drafter(part) for part in argument.split("+")]
+    found = [part for part in parts if part is not None and part[0] != "hybrid"]
+    names = [name for name, _ in found]
+    if len(found) < max(2, len(parts)) or len(set(names)) < len(names):
+        raise InvalidInputError(
+            f"Drafter 'hybrid:{argument}' must join two or more different drafters, such as hybrid:ngram+recycling."
+        )
+    return found
 
 
 class Loader:
@@ -226,8 +242,11 @@ class Loader:
         name, argument = choice
         if isinstance(argument, Drafter):
             return argument
+        if name == "hybrid":
+            parts = [self.drafter(part, target, tokenizer) for part in argument]
+            return Hybrid([part for part in parts if part is not None])
         if name != DraftModel.name:
-            return DRAFTERS[name]()
+            return DRAFTERS[name].for_target(target)
         if isinstance(argument, str):
             draft, draft_tokenizer, _ = self.model(argument)
             rows = draft.model.get_input_embeddings().num_embeddings

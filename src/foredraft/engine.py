@@ -82,14 +82,14 @@ class Engine:
         scored = self._backend.forward(queries)
         verify_seconds = perf_counter() - started
 
-        for (index, g), draft, logits in zip(running.items(), drafts, scored, strict=True):
+        for (index, g), (_, root, draft), logits in zip(running.items(), queries, scored, strict=True):
             started = perf_counter()
             p = g.score(draft, logits)
             verdict = g.rule.decide(draft, p, g.source.at(len(g.tokens)))
             verdict, events = g.emit(verdict)
             self._backend.commit(g.cache, verdict.path)
             accept_seconds = perf_counter() - started
-            events += g.close_round(Verification(draft, logits, p), verdict, verify_seconds, accept_seconds)
+            events += g.close_round(Verification(draft, logits, p, root), verdict, verify_seconds, accept_seconds)
             yield from ((index, event) for event in events)
 
 

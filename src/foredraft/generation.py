@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -200,6 +201,9 @@ class Generation:
         stats = RoundStats(
             drafted=len(verification.draft),
             accepted=len(verdict.path),
+            accepted_from=Counter(
+                verification.draft.proposers[node] for node in verdict.path if verification.draft.proposers
+            ),
             emitted=len(verdict.tokens),
             draft_forwards=forwards,
             draft_seconds=seconds,
@@ -212,6 +216,8 @@ class Generation:
             self._first_token = now
         if self.finish_reason is None:
             return [RoundEvent(stats)]
+        if self._proposer is not None:
+            self._proposer.finish(self.tokens)
         return [RoundEvent(stats), self._finish(self.finish_reason, now)]
 
     def _finish(self, reason: FinishReason, now: float) -> FinishEvent:

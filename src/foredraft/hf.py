@@ -93,7 +93,7 @@ def custom_generate(
         else cannot be had; the message names it.
     """
     choice = parse_drafter(drafter)
-    if choice is not None and isinstance(choice[1], str) and choice[1] and tokenizer is None:
+    if isinstance(drafter, str) and "draft:" in drafter and tokenizer is None:
         raise InvalidInputError(f"Drafter '{drafter}' needs the target's tokenizer to compare with: pass tokenizer=…")
     prepared: list[tuple[PreTrainedModel, Drafter | None]] = []  # for the model of the last call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from foredraft.types import RoundStats, Stats
@@ -46,6 +47,7 @@ def summarize(
         draft_seconds=sum(r.draft_seconds for r in rounds),
         verify_seconds=sum(r.verify_seconds for r in rounds),
         accept_seconds=sum(r.accept_seconds for r in rounds),
+        accepted_from=dict(sum((Counter(r.accepted_from) for r in rounds), Counter())),
         drafter=drafter,
         rule=rule,
         backend=backend,

@@ -130,6 +130,8 @@ class Draft:
     q: tuple[Tensor | None, ...] = ()
     scores: tuple[float, ...] = ()
     """For each node the proposer's estimate that its whole path will be accepted; empty if it makes none."""
+    proposers: tuple[str, ...] = ()
+    """For each node who proposed it, where several did so together; else empty."""
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
@@ -178,6 +180,7 @@ class RoundStats:
 
     drafted: int
     accepted: int
+    accepted_from: Mapping[str, int]
     emitted: int
     draft_forwards: int
     draft_seconds: float
@@ -207,7 +210,8 @@ class Stats:
 
     `target_forwards` counts the forwards that score tokens; the prompt's prefill is in `ttft_ms` instead.
     `mean_accepted_length` = tokens / target_forwards, so plain decoding has 1.00. `acceptance_rate` = accepted /
-    drafted, `None` if nothing was drafted. `tpot_ms` = (end to end - TTFT) / (tokens - 1), `None` for one token.
+    drafted, `None` if nothing was drafted; `accepted_from` splits `accepted` by proposer in a hybrid. `tpot_ms` =
+    (end to end - TTFT) / (tokens - 1), `None` for one token.
     """
 
     tokens: int
@@ -224,6 +228,7 @@ class Stats:
     draft_seconds: float
     verify_seconds: float
     accept_seconds: float
+    accepted_from: Mapping[str, int]
     drafter: str
     rule: str
     backend: str

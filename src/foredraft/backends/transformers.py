@@ -38,8 +38,10 @@ class TransformersCache(KVCache):
         """Move the rows of these pending nodes up behind the root's."""
         first = self.length + 1
         for layer in self.kv.layers:
-            rows = torch.tensor(path, device=layer.keys.device) + first
+            assert isinstance(layer, DynamicLayer)
             for states in (layer.keys, layer.values):  # [1, heads, rows, head_dim]
+                assert isinstance(states, Tensor)
+                rows = torch.tensor(path, device=states.device) + first
                 states[..., first : first + len(path), :] = states[..., rows, :]
 
     def drop(self, rows: int) -> None:

@@ -1,9 +1,14 @@
-"""The ways of drafting, by name. A new one is a file here and a row in `DRAFTERS`."""
+"""The ways of drafting, by name. A new one is a file here and a row in `DRAFTERS`; `hybrid` joins several of them."""
 
 from __future__ import annotations
 
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.ngram import NGram
+from foredraft.proposers.recycling import Recycling
 
-DRAFTERS: dict[str, type[Drafter]] = {drafter.name: drafter for drafter in (NGram, DraftModel)}
+DRAFTERS: dict[str, type[Drafter]] = {
+    "ngram": NGram,
+    "recycling": Recycling,
+    "draft": DraftModel,
+}

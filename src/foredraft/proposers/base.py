@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from foredraft.acceptance import Draws
+from foredraft.backends.base import Backend
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
@@ -20,6 +22,7 @@ class Verification(NamedTuple):
     draft: Draft
     logits: Tensor
     p: Tensor
+    root: int
 
 
 class Proposer(ABC):
@@ -35,6 +38,9 @@ class Proposer(ABC):
     def observe(self, verification: Verification, verdict: Verdict) -> None:  # noqa: B027  (learning is optional)
         """See what the target made of the last draft."""
 
+    def finish(self, tokens: Sequence[int]) -> None:  # noqa: B027
+        """See the whole text, prompt included, once it is complete."""
+
 
 class Drafter(ABC):
     """A way of drafting: what is shared between the sequences it drafts for."""
@@ -48,6 +54,21 @@ class Drafter(ABC):
     """Nodes of a draft when the user does not say."""
     when_nothing_is_accepted: str
     """Likely causes of zero acceptance, for a warning."""
+
+    @classmethod
+    def for_target(cls, target: Backend) -> Drafter:
+        """The drafter with its default settings, for a target."""
+        return cls()
+
+    def save(self, folder: Path) -> None:  # noqa: B027  (most have nothing to keep)
+        """Keep in a folder what was learned from earlier text."""
+
+    def load(self, folder: Path) -> None:  # noqa: B027
+        """Take up what `save` kept, if the folder has it.
+
+        Raises:
+            ModelError: It is damaged, or was learned for another target.
+        """
 
     @abstractmethod
     def proposer(self, law: Law, source: RandomSource) -> Proposer:

@@ -51,6 +51,7 @@ class DraftModelProposer(Proposer):
         self._law = law
         self._source = source
         self._cache = self._backend.new_cache()
+        self._fed: list[int] = []  # drafted tokens in the cache
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A chain drawn from the draft model's own law, with that law as q (greedy requests: a point mass)."""
@@ -71,13 +72,17 @@ class DraftModelProposer(Proposer):
                 break
             history.append(x)
             unseen = [x]
+        self._fed = drafted[:-1]  # the last was drawn, but not fed
         return Draft.chain(drafted, () if self._law.greedy else rows)
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
-        """Forget the rejected end of the draft. Its last token was never fed to the draft model."""
-        rejected = len(verification.draft) - len(verdict.path)
-        if rejected > 1:
-            self._backend.truncate(self._cache, self._cache.length - (rejected - 1))
+        """Forget the own tokens that did not come true, whoever's draft was verified."""
+        fed, self._fed = self._fed, []
+        right = 0
+        while right < min(len(fed), len(verdict.tokens)) and fed[right] == verdict.tokens[right]:
+            right += 1
+        if right < len(fed):
+            self._backend.truncate(self._cache, self._cache.length - (len(fed) - right))
 
     def _catch_up(self, tokens: Sequence[int]) -> list[int]:
         """The tokens that the draft model has not seen, after a prefill if they are many."""

@@ -1,0 +1,136 @@
+"""Token recycling: what the target found likely after a token last time is drafted after it next time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from foredraft.backends.base import Backend
+from foredraft.proposers.base import Drafter, Proposer, Verification
+from foredraft.proposers.files import read_arrays, write_arrays
+from foredraft.randomness import RandomSource
+from foredraft.sampling import Law
+from foredraft.types import Draft, Verdict
+
+WIDTH = 8  # candidates kept for each token
+_BINS = 8  # of the probability that the target gave a candidate, each half of the one before
+_PRIOR_TRIES = 4.0  # how many tries the target's own probability is worth before acceptances are seen
+
+
+class Recycling(Drafter):
+    """A table of the target's likeliest next tokens, fed by every verified node (Luo et al. 2024, arXiv 2408.08696).
+
+    The table `[V, 8]` and the acceptance rates are shared by all requests of one drafter, and can be saved.
+
+    Args:
+        vocab_size: The target's.
+    """
+
+    name = "recycling"
+    trees = True
+    draft_tokens = 8
+    when_nothing_is_accepted = "the text is too varied for what earlier tokens suggested"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.candidates = torch.full((vocab_size, WIDTH), -1, dtype=torch.int32)
+        self.likelihoods = torch.zeros(vocab_size, WIDTH)
+        self.hits = torch.zeros(WIDTH, _BINS)
+        self.tries = torch.zeros(WIDTH, _BINS)
+
+    @classmethod
+    def for_target(cls, target: Backend) -> Recycling:
+        """An empty table over the target's vocabulary."""
+        return cls(target.vocab_size)
+
+    def proposer(self, law: Law, source: RandomSource) -> RecyclingProposer:
+        """A proposer over the shared table."""
+        return RecyclingProposer(self)
+
+    def rates(self, token: int) -> list[tuple[int, float]]:
+        """The candidates after a token, each with the acceptance rate that its like have had."""
+        known = [(x, rank) for rank, x in enumerate(self.candidates[token].tolist()) if x >= 0]
+        if not known:
+            return []
+        likelihoods = self.likelihoods[token]
+        ranks = torch.arange(len(known))
+        bins = _bins(likelihoods[: len(known)])
+        prior = likelihoods[: len(known)] * _PRIOR_TRIES
+        rates = (self.hits[ranks, bins] + prior) / (self.tries[ranks, bins] + _PRIOR_TRIES)
+        return [(x, rate) for (x, _), rate in zip(known, rates.tolist(), strict=True)]
+
+    def note_outcome(self, token: int, successor: int) -> None:
+        """Count which candidate after `token`, if any, came true."""
+        candidates = self.candidates[token]
+        if candidates[0] < 0:
+            return
+        bins = _bins(self.likelihoods[token])
+        ranks = torch.arange(WIDTH)
+        self.tries[ranks, bins] += 1
+        hit = candidates == successor
+        self.hits[ranks[hit], bins[hit]] += 1
+
+    def save(self, folder: Path) -> None:
+        """Keep the table in `recycling.safetensors`."""
+        arrays = {name: getattr(self, name) for name in ("candidates", "likelihoods", "hits", "tries")}
+        write_arrays(folder / "recycling.safetensors", arrays, self._about())
+
+    def load(self, folder: Path) -> None:
+        """Take up a kept table."""
+        file = folder / "recycling.safetensors"
+        if file.is_file():
+            for name, array in read_arrays(file, self._about()).items():
+                setattr(self, name, array)
+
+    def _about(self) -> dict[str, str]:
+        return {"foredraft": "recycling", "version": "1", "vocabulary": str(len(self.candidates))}
+
+
+class RecyclingProposer(Proposer):
+    """Reads one sequence's drafts out of the shared table."""
+
+    def __init__(self, table: Recycling) -> None:
+        self._table = table
+
+    def propose(self, tokens: Sequence[int], budget: int) -> Draft:
+        """The `budget` likeliest nodes of the tree that the table spans, by the product of rates along the path."""
+        chosen: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        frontier: list[tuple[float, int, int]] = []  # (-score, token, parent)
+        self._open(frontier, tokens[-1], -1, 1.0)
+        while frontier and len(chosen) < budget:
+            negative, token, parent = heapq.heappop(frontier)
+            chosen.append(token)
+            parents.append(parent)
+            scores.append(-negative)
+            self._open(frontier, token, len(chosen) - 1, -negative)
+        return Draft(tuple(chosen), tuple(parents), scores=tuple(scores))
+
+    def _open(self, frontier: list[tuple[float, int, int]], token: int, node: int, score: float) -> None:
+        for candidate, rate in self._table.rates(token):
+            heapq.heappush(frontier, (-score * rate, candidate, node))
+
+    def observe(self, verification: Verification, verdict: Verdict) -> None:
+        """Learn from every row, the rejected nodes' too; where a token stands twice, the accepted row is kept."""
+        draft, path = verification.draft, verdict.path
+        followed = [verification.root, *(draft.tokens[node] for node in path)]
+        for token, successor in zip(followed, verdict.tokens, strict=False):
+            self._table.note_outcome(token, successor)
+        logits = verification.logits.float()
+        best = logits.topk(min(WIDTH, logits.shape[-1]))
+        likelihoods = (best.values - logits.logsumexp(-1, keepdim=True)).exp().cpu()
+        candidates = best.indices.to("cpu", torch.int32)
+        accepted = [0, *(node + 1 for node in path)]
+        rows = [row for row in range(len(logits)) if row not in accepted] + accepted
+        tokens = (verification.root, *draft.tokens)
+        for row in rows:
+            self._table.candidates[tokens[row], : best.indices.shape[1]] = candidates[row]
+            self._table.likelihoods[tokens[row], : best.indices.shape[1]] = likelihoods[row]
+
+
+def _bins(likelihoods: torch.Tensor) -> torch.Tensor:
+    """Bin 0 holds likelihoods above 1/2, bin 1 those above 1/4, and so on."""
+    return (-likelihoods.clamp(min=1e-9).log2()).long().clamp(max=_BINS - 1)

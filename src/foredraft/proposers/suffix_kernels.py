@@ -1,0 +1,455 @@
+"""The compiled part of `suffix_tree`: one suffix of one sequence at a time walks down, in arrays and whole numbers.
+
+All that is compiled is in this one file, because numba renews what it kept on disk only when the file itself changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+COLUMNS = 8
+PARENT, TOKEN, START, LENGTH, COUNT, CHILD, NEXT, PREVIOUS = range(COLUMNS)
+"""Of a node: its parent; the first token of its edge; where in the text the edge's newest full occurrence starts; the
+edge's tokens; how many occurrences entered the edge; its newest child; its siblings, newest entered first. 0 is none."""
+NODE, OFFSET, GROWS = range(3)
+"""Of a live suffix, one that is still read: the node whose edge it ends in, how many of the edge's tokens it has, and
+whether it is the only one there, so that its leaf grows with the text."""
+TOP, FREE, USED, END, OPEN = range(5)
+"""Of the header: rows ever used, first free row, rows in use; end of the text, start of the sequence being read."""
+ROOT = 0
+NOBODY = -1
+
+
+class Arrays(NamedTuple):
+    """A tree: `nodes` `[rows, 8]`, hash `table` of rows by (parent, token), `text`, `live` `[depth, 3]`, `header`."""
+
+    nodes: Ints
+    table: Ints
+    text: Ints
+    live: Ints
+    header: NDArray[np.int64]
+
+
+class Limits(NamedTuple):
+    """What a candidate draft may be; `suffix.Settings` documents the fields."""
+
+    budget: int
+    factor: float
+    offset: float
+    floor: float
+    smoothing: float
+    chain: bool
+
+
+def _compiled(function: _Function) -> _Function:
+    njit: Any = importlib.import_module("numba").njit  # numba has no type hints
+    return njit(function)  # type: ignore[no-any-return]
+
+
+def _entry(function: _Function) -> _Function:
+    """Compiled, and kept on disk where that is possible; a read-only or full disk costs only the next start's time."""
+    njit: Any = importlib.import_module("numba").njit
+    try:
+        kernel = njit(cache=True)(function)
+    except RuntimeError:  # there is no folder to keep it in
+        return njit(function)  # type: ignore[no-any-return]
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        try:
+            return kernel(*arguments)
+        except OSError:  # compiled, but not kept: it has not run yet
+            return kernel(*arguments)
+
+    return run  # type: ignore[return-value]
+
+
+# The hash table: linear probing, at most half full. Slots hold rows; a row says itself what its key is.
+
+
+@_compiled
+def _home(parent: int, token: int, size: int) -> int:
+    key = np.int64(parent) * np.int64(-7046029254386353131) + np.int64(token) * np.int64(-4417276706812531889)
+    key ^= key >> 29
+    key *= np.int64(-4658895280553007687)
+    return (((key >> 32) & 0xFFFFFFFF) * size) >> 32
+
+
+@_compiled
+def _find(tree: Arrays, parent: int, token: int) -> int:
+    size = len(tree.table)
+    slot = _home(parent, token, size)
+    while True:
+        node = tree.table[slot]
+        if node == 0 or (tree.nodes[node, PARENT] == parent and tree.nodes[node, TOKEN] == token):
+            return int(node)
+        slot = slot + 1 if slot + 1 < size else 0
+
+
+@_compiled
+def _slot_of(tree: Arrays, key_of: int, content: int) -> int:
+    """The slot on the way of `key_of`'s key that holds `content`."""
+    size = len(tree.table)
+    slot = _home(tree.nodes[key_of, PARENT], tree.nodes[key_of, TOKEN], size)
+    while tree.table[slot] != content:
+        slot = slot + 1 if slot + 1 < size else 0
+    return slot
+
+
+@_compiled
+def _enter(tree: Arrays, node: int) -> None:
+    tree.table[_slot_of(tree, node, 0)] = node
+
+
+@_compiled
+def _leave(tree: Arrays, node: int) -> None:
+    """Empty the node's slot and move up what had been pushed behind it."""
+    size = len(tree.table)
+    hole = _slot_of(tree, node, node)
+    slot = hole
+    while True:
+        slot = slot + 1 if slot + 1 < size else 0
+        other = tree.table[slot]
+        if other == 0:
+            break
+        home = _home(tree.nodes[other, PARENT], tree.nodes[other, TOKEN], size)
+        if (slot - home) % size >= (slot - hole) % size:
+            tree.table[hole] = other
+            hole = slot
+    tree.table[hole] = 0
+
+
+@_entry
+def rehash(tree: Arrays) -> None:
+    """Fill an empty table with all nodes below the root, of a tree whose rows are all linked or free (parent -1)."""
+    for node in range(1, tree.header[TOP]):
+        if tree.nodes[node, PARENT] != NOBODY:
+            _enter(tree, node)
+
+
+# Nodes and their siblings.
+
+
+@_compiled
+def _new_node(tree: Arrays, parent: int, token: int, start: int, length: int, count: int) -> int:
+    node = tree.header[FREE]
+    if node:
+        tree.header[FREE] = tree.nodes[node, NEXT]
+    else:
+        node = tree.header[TOP]
+        tree.header[TOP] += 1
+    tree.header[USED] += 1
+    row = tree.nodes[node]
+    row[PARENT], row[TOKEN], row[START], row[LENGTH], row[COUNT] = parent, token, start, length, count
+    row[CHILD] = row[NEXT] = row[PREVIOUS] = 0
+    return node
+
+
+@_compiled
+def _free(tree: Arrays, node: int) -> None:
+    tree.nodes[node, PARENT] = NOBODY
+    tree.nodes[node, NEXT] = tree.header[FREE]
+    tree.header[FREE] = node
+    tree.header[USED] -= 1
+
+
+@_compiled
+def _link(tree: Arrays, node: int) -> None:
+    """Make it its parent's first child."""
+    nodes = tree.nodes
+    parent = nodes[node, PARENT]
+    following = nodes[parent, CHILD]
+    nodes[node, NEXT], nodes[node, PREVIOUS] = following, 0
+    if following:
+        nodes[following, PREVIOUS] = node
+    nodes[parent, CHILD] = node
+
+
+@_compiled
+def _unlink(tree: Arrays, node: int) -> None:
+    nodes = tree.nodes
+    before, following = nodes[node, PREVIOUS], nodes[node, NEXT]
+    if before:
+        nodes[before, NEXT] = following
+    else:
+        nodes[nodes[node, PARENT], CHILD] = following
+    if following:
+        nodes[following, PREVIOUS] = before
+
+
+@_compiled
+def _replace(tree: Arrays, old: int, new: int) -> None:
+    """Put `new`, which has the key of `old`, into its place in the table and among its siblings."""
+    nodes = tree.nodes
+    tree.table[_slot_of(tree, old, old)] = new
+    before, following = nodes[old, PREVIOUS], nodes[old, NEXT]
+    nodes[new, PREVIOUS], nodes[new, NEXT] = before, following
+    if before:
+        nodes[before, NEXT] = new
+    else:
+        nodes[nodes[old, PARENT], CHILD] = new
+    if following:
+        nodes[following, PREVIOUS] = new
+
+
+@_compiled
+def _split(tree: Arrays, node: int, offset: int, end: int) -> int:
+    """A new node above `node`, at `offset` of its edge, for a live suffix that ends there and at `end` of the text.
+
+    Only here are counts corrected: suffixes that entered the edge but have not got past `offset` have not entered its
+    lower part. Every suffix splits once at most, so this search among the live ones is paid for by its extension.
+    """
+    nodes, live = tree.nodes, tree.live
+    row = nodes[node]
+    upper = _new_node(tree, row[PARENT], row[TOKEN], end - offset, offset, row[COUNT])
+    _replace(tree, node, upper)
+    row[START] += offset
+    row[LENGTH] -= offset
+    for slot in range(len(live)):
+        if live[slot, NODE] == node:
+            if live[slot, OFFSET] <= offset:
+                live[slot, NODE] = upper
+                row[COUNT] -= 1
+            else:
+                live[slot, OFFSET] -= offset
+    row[PARENT], row[TOKEN] = upper, tree.text[row[START]]
+    _enter(tree, node)
+    _link(tree, node)
+    return upper
+
+
+# Reading: every live suffix takes one more token.
+
+
+@_compiled
+def _step(tree: Arrays, suffix: Ints, at: int) -> None:
+    """One live suffix reads the token at `at` of the text."""
+    nodes, text = tree.nodes, tree.text
+    node, offset, token = suffix[NODE], suffix[OFFSET], text[at]
+    if suffix[GROWS]:
+        nodes[node, LENGTH] += 1
+        suffix[OFFSET] += 1
+        return
+    if offset < nodes[node, LENGTH]:
+        if text[nodes[node, START] + offset] == token:
+            suffix[OFFSET] += 1
+            if offset + 1 == nodes[node, LENGTH]:
+                nodes[node, START] = at - offset
+            return
+        node = _split(tree, node, offset, at)
+    else:
+        child = _find(tree, node, token)
+        if child:
+            nodes[child, COUNT] += 1
+            if nodes[child, LENGTH] == 1:
+                nodes[child, START] = at
+            if nodes[node, CHILD] != child:
+                _unlink(tree, child)
+                _link(tree, child)
+            suffix[NODE], suffix[OFFSET] = child, 1
+            return
+    leaf = _new_node(tree, node, token, at, 1, 1)
+    _enter(tree, leaf)
+    _link(tree, leaf)
+    suffix[NODE], suffix[OFFSET], suffix[GROWS] = leaf, 1, 1
+
+
+@_entry
+def extend(tree: Arrays, tokens: Ints) -> None:
+    """Read tokens at the end of the open sequence. There must be room: two rows for each token and live suffix."""
+    depth = len(tree.live)
+    for token in tokens:
+        at = tree.header[END]
+        tree.text[at] = token
+        tree.header[END] += 1
+        tree.live[at % depth] = 0  # a new suffix starts here, in the place of one that has its full depth
+        for start in range(max(tree.header[OPEN], at - depth + 1), at + 1):  # longest first: it makes the others' way
+            _step(tree, tree.live[start % depth], at)
+
+
+@_entry
+def close(tree: Arrays) -> None:
+    """End the open sequence: where its last suffixes end inside an edge, a node marks that fewer occurrences go on."""
+    depth, end = len(tree.live), tree.header[END]
+    for start in range(max(tree.header[OPEN], end - depth), end):
+        suffix = tree.live[start % depth]
+        if suffix[OFFSET] < tree.nodes[suffix[NODE], LENGTH]:
+            _split(tree, suffix[NODE], suffix[OFFSET], end)
+    tree.live[:, NODE] = NOBODY
+    tree.header[OPEN] = end
+
+
+@_compiled
+def _forget(tree: Arrays, start: int, end: int) -> None:
+    """Take one occurrence off all prefixes of a suffix; a node that is nothing of its own any more joins its child."""
+    nodes = tree.nodes
+    node = ROOT
+    while start < end:
+        child = _find(tree, node, tree.text[start])
+        nodes[child, COUNT] -= 1
+        if nodes[child, COUNT] == 0:  # all below is of this occurrence only
+            _unlink(tree, child)
+            while child:
+                below = nodes[child, CHILD]
+                _leave(tree, child)
+                _free(tree, child)
+                child = below
+            break
+        node = child
+        start += nodes[child, LENGTH]
+    below = nodes[node, CHILD]
+    if node != ROOT and below and not nodes[below, NEXT] and nodes[below, COUNT] == nodes[node, COUNT]:
+        _leave(tree, below)
+        nodes[below, START] -= nodes[node, LENGTH]
+        nodes[below, LENGTH] += nodes[node, LENGTH]
+        nodes[below, PARENT], nodes[below, TOKEN] = nodes[node, PARENT], nodes[node, TOKEN]
+        _replace(tree, node, below)
+        _free(tree, node)
+
+
+@_entry
+def forget(tree: Arrays, start: int, end: int) -> None:
+    """Take the closed sequence `text[start:end]`, the oldest, off the tree."""
+    for position in range(start, end):
+        _forget(tree, position, min(end, position + len(tree.live)))
+
+
+# Matching and proposing.
+
+
+@_compiled
+def _count(tree: Arrays, node: int, offset: int) -> int:
+    """Occurrences that have more than `offset` tokens of the node's edge."""
+    count = tree.nodes[node, COUNT]
+    if count > 1 and tree.header[OPEN] < tree.header[END]:
+        for slot in range(len(tree.live)):
+            if tree.live[slot, NODE] == node and tree.live[slot, OFFSET] <= offset:
+                count -= 1
+    return int(count)
+
+
+@_compiled
+def _locate(tree: Arrays, tokens: Ints) -> tuple[int, int]:
+    """The node whose edge `tokens` end in and how many of the edge's tokens they have; (-1, 0) if they do not occur."""
+    nodes = tree.nodes
+    node, offset = ROOT, 0
+    for token in tokens:
+        if offset < nodes[node, LENGTH]:
+            if tree.text[nodes[node, START] + offset] != token:
+                return NOBODY, 0
+            offset += 1
+        else:
+            node, offset = _find(tree, node, token), 1
+            if node == 0:
+                return NOBODY, 0
+    return node, offset
+
+
+@_entry
+def count(tree: Arrays, tokens: Ints) -> int:
+    """Occurrences of `tokens`, at least one and at most as many as the tree is deep."""
+    node, offset = _locate(tree, tokens)
+    return 0 if node == NOBODY else _count(tree, node, offset - 1)
+
+
+@_compiled
+def _insert(drafted: Ints, scores: Floats, size: int, node: int, offset: int, parent: int, score: float) -> int:
+    """Put a candidate behind all that are at least as likely; the last one falls off a full list. Returns the size."""
+    if size == len(scores):
+        if scores[size - 1] >= score:
+            return size
+        size -= 1
+    place = size
+    while place > 0 and scores[place - 1] < score:
+        scores[place] = scores[place - 1]
+        drafted[place] = drafted[place - 1]
+        place -= 1
+    scores[place] = score
+    drafted[place, 0], drafted[place, 1], drafted[place, 2] = node, offset, parent
+    return size + 1
+
+
+@_compiled
+def _expand(
+    tree: Arrays, node: int, offset: int, drafted: Ints, scores: Floats, size: int, parent: int, limits: Limits
+) -> int:
+    """Insert what followed a place in the tree as children of the draft's node `parent`. Returns the new size."""
+    nodes = tree.nodes
+    above = scores[parent] if parent >= 0 else 1.0
+    if offset < nodes[node, LENGTH]:
+        seen = _count(tree, node, offset)
+        score = above * (seen / (seen + limits.smoothing))
+        return _insert(drafted, scores, size, node, offset + 1, parent, score) if score >= limits.floor else size
+    total = 0
+    best = child = nodes[node, CHILD]
+    while child:
+        total += nodes[child, COUNT]
+        if nodes[child, COUNT] > nodes[best, COUNT]:
+            best = child
+        child = nodes[child, NEXT]
+    child = best if limits.chain else nodes[node, CHILD]
+    while child:
+        score = above * (nodes[child, COUNT] / (total + limits.smoothing))
+        if score >= limits.floor:
+            size = _insert(drafted, scores, size, child, 1, parent, score)
+        child = 0 if limits.chain else nodes[child, NEXT]
+    return size
+
+
+@_compiled
+def _grow(tree: Arrays, node: int, offset: int, budget: int, limits: Limits) -> tuple[Ints, Floats, float]:
+    """The likeliest `budget` continuations of a place in the tree: (node, offset, parent) of each `[N, 3]`, scores."""
+    drafted = np.empty((budget, 3), dtype=np.int32)
+    scores = np.empty(budget, dtype=np.float64)
+    size = _expand(tree, node, offset, drafted, scores, 0, NOBODY, limits)
+    at, total = 0, 0.0
+    while at < size:  # up to `at` the list is final: no child is likelier than its parent
+        total += scores[at]
+        size = _expand(tree, drafted[at, 0], drafted[at, 1], drafted, scores, size, at, limits)
+        at += 1
+    return drafted[:size], scores[:size], total
+
+
+@_entry
+def propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, float]:
+    """The candidate with the highest sum of path probabilities among those of all match lengths; the longest of equals.
+
+    Args:
+        tree: May have a sequence open, which is then the one that `tail` ends.
+        tail: The last tokens, no more than the longest match.
+        limits: What a candidate may be.
+
+    Returns:
+        Token and parent of each node `[N, 2]`, parents first and likeliest first; path probabilities `[N]`; their sum.
+    """
+    places = np.empty((len(tail), 2), dtype=np.int32)
+    matched = 0
+    while matched < len(tail):
+        node, offset = _locate(tree, tail[len(tail) - matched - 1 :])
+        if node == NOBODY or (offset == tree.nodes[node, LENGTH] and not tree.nodes[node, CHILD]):
+            break  # nor does any longer suffix occur with something behind it
+        places[matched, 0], places[matched, 1] = node, offset
+        matched += 1
+    best, best_scores, best_total = np.empty((0, 3), dtype=np.int32), np.empty(0), 0.0
+    for length in range(matched, 0, -1):
+        budget = min(limits.budget, int(limits.factor * length + limits.offset))
+        if budget > best_total:  # which no sum of so many probabilities exceeds otherwise
+            node, offset = places[length - 1, 0], places[length - 1, 1]
+            drafted, scores, total = _grow(tree, node, offset, budget, limits)
+            if total > best_total:
+                best, best_scores, best_total = drafted, scores, total
+    found = np.empty((len(best), 2), dtype=np.int32)
+    for at in range(len(best)):
+        found[at, 0] = tree.text[tree.nodes[best[at, 0], START] + best[at, 1] - 1]
+        found[at, 1] = best[at, 2]
+    return found, best_scores, best_total
