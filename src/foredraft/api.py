@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     DrafterLike: TypeAlias = str | Drafter | PreTrainedModel | None
 
-KNOWN_DRAFTERS = "none, ngram, recycling, draft:REF, hybrid:A+B"
+KNOWN_DRAFTERS = "none, ngram, recycling, lookahead, draft:REF, hybrid:A+B"
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """A user's message, token ids as they are, or chat messages with `role` and `content`."""

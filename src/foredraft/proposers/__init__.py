@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
+from foredraft.proposers.lookahead import Lookahead
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "ngram": NGram,
     "recycling": Recycling,
+    "lookahead": Lookahead,
     "draft": DraftModel,
 }
