@@ -17,7 +17,9 @@ from foredraft.engine import Engine
 from foredraft.generation import Request
 from foredraft.proposers.base import Drafter, Proposer
 from foredraft.proposers.draft_model import DraftModel
+from foredraft.proposers.lookahead import Lookahead
 from foredraft.proposers.ngram import NGram
+from foredraft.proposers.recycling import Recycling
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Completion, Draft, Event, FinishEvent, RoundEvent, SamplingParams, TokenEvent
@@ -179,6 +181,8 @@ def _perturbed_draft(target: TransformersBackend, noise: float) -> Drafter:
 
 DRAFTER_MAKERS: dict[str, Callable[[TransformersBackend, float], Drafter]] = {
     "ngram": lambda target, noise: NGram(),
+    "recycling": lambda target, noise: Recycling.for_target(target),
+    "lookahead": lambda target, noise: Lookahead(),
     "draft": _perturbed_draft,
 }
 """How the tests make each drafter of the registry for a target; a trained one is as wrong as `noise` makes it."""

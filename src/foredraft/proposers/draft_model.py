@@ -79,7 +79,7 @@ class DraftModelProposer(Proposer):
         """Forget the own tokens that did not come true, whoever's draft was verified."""
         fed, self._fed = self._fed, []
         right = 0
-        while right < min(len(fed), len(verdict.tokens)) and fed[right] == verdict.tokens[right]:
+        while right < min(len(fed), len(verdict.tokens) - 1) and fed[right] == verdict.tokens[right]:
             right += 1
         if right < len(fed):
             self._backend.truncate(self._cache, self._cache.length - (len(fed) - right))
