@@ -223,6 +223,41 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command()
+def trace(
+    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
+    prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from standard input.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("trace.html"),
+    drafter: Annotated[str, typer.Option(help="What drafts; see generate.")] = "ngram",
+    draft_tokens: Annotated[int | None, typer.Option(help="Most tokens to draft a round, 0 to 64.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 96,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
+    rule: Annotated[str | None, typer.Option(help="Acceptance rule; the default suits the drafter.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random source.")] = None,
+    no_chat: Annotated[
+        bool, typer.Option("--no-chat", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")] = "auto",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")] = False,
+) -> None:
+    """Write a page that shows each round: what was drafted, what the target made of it, and the text it gave."""
+    from foredraft.trace import record, render, whole_file
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    text = _prompt_from_stdin() if prompt == "-" else prompt
+    if not text.strip():
+        raise InvalidInputError("The prompt is empty: give some text.")
+    options = {"draft_tokens": draft_tokens, "rule": _parse_rule(rule, False), "device": device, "dtype": dtype}
+    with whole_file(out) as write, _progress() as notify:
+        loaded = _load(model, drafter, notify, verbose=verbose, **options)
+        notify("Generating")
+        shown = record(loaded, text, params, chat=False if no_chat else None, name=model)
+        write(render(shown))
+    stats = shown.completion.stats
+    typer.echo(f"written: {out} ({stats.tokens} tokens in {stats.target_forwards} rounds)")
+
+
 @models_app.callback()
 def list_models(context: typer.Context) -> None:
     """List the bundled models, or fetch one with `pull`."""

@@ -27,6 +27,7 @@ from foredraft.types import (
     FinishEvent,
     FinishReason,
     Origin,
+    RoundDetail,
     RoundEvent,
     RoundStats,
     SamplingParams,
@@ -41,7 +42,7 @@ class Request:
 
     `allowed` masks tokens by what came before (grammars). The other fields serve callers who bring their own sampling
     law, test for the end (it is given all tokens so far), or a KV cache that holds the beginning of the prompt already;
-    else all follow from `params`.
+    else all follow from `params`. `detail` asks for what each round looked at (`RoundDetail`), at some cost.
     """
 
     prompt: Sequence[int]
@@ -50,6 +51,7 @@ class Request:
     law: Law | None = None
     halt: Callable[[Sequence[int]], bool] | None = None
     cache: KVCache | None = None
+    detail: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class Generation:
         seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
         self._settings = replace(params, seed=seed)
         self._halt = request.halt
+        self._detail = request.detail
         self._stop_tokens = frozenset() if params.ignore_eos else frozenset(setup.stop_tokens)
         self.law = request.law or SamplingLaw(
             params,
@@ -145,7 +148,7 @@ class Generation:
 
     def score(self, draft: Draft, logits: Tensor) -> Tensor:
         """The target's law at the root and at every node, `[N+1, V]`."""
-        if self._settings.logprobs is not None:
+        if self._settings.logprobs is not None or self._detail:
             self._logprob_rows = self.law.logprobs(self.tokens, draft, logits)
         return self.law(self.tokens, draft, logits)
 
@@ -214,11 +217,23 @@ class Generation:
         now = perf_counter()
         if len(self._rounds) == 1:
             self._first_token = now
+        event = RoundEvent(stats, self._look_at(verification, verdict) if self._detail else None)
         if self.finish_reason is None:
-            return [RoundEvent(stats)]
+            return [event]
         if self._proposer is not None:
             self._proposer.finish(self.tokens)
-        return [RoundEvent(stats), self._finish(self.finish_reason, now)]
+        return [event, self._finish(self.finish_reason, now)]
+
+    def _look_at(self, verification: Verification, verdict: Verdict) -> RoundDetail:
+        """The draft and the verdict with the target's probability of every token in them."""
+        assert self._logprob_rows is not None
+        draft, path = verification.draft, verdict.path
+        rows = [parent + 1 for parent in draft.parents]
+        drawn = verdict.tokens[len(path) :]  # none if the answer ended within the draft
+        rows += [path[-1] + 1 if path else 0] * len(drawn)
+        p = self._logprob_rows[rows, [*draft.tokens, *drawn]].exp().tolist()
+        p_drawn = p.pop() if drawn else None
+        return RoundDetail(draft, verdict, verification.root, tuple(p), p_drawn)
 
     def _finish(self, reason: FinishReason, now: float) -> FinishEvent:
         drafter = self._setup.drafter

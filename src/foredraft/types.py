@@ -198,10 +198,24 @@ class TokenEvent(NamedTuple):
     """If asked for: log-probabilities of this token and of the likeliest, by id (see `sampling.Law.logprobs`)."""
 
 
+class RoundDetail(NamedTuple):
+    """What one round looked at, for showing it: on the event only of requests that ask for it."""
+
+    draft: Draft
+    verdict: Verdict
+    """The part that counts: it ends with the answer, then without a token drawn from the target."""
+    root: int
+    p: tuple[float, ...]
+    """For each node the target's probability of its token after the node above; greedy: at temperature 1."""
+    p_drawn: float | None
+    """The same of the correction or bonus; `None` if the answer ended before it."""
+
+
 class RoundEvent(NamedTuple):
     """One round is over; the tokens it emitted came just before."""
 
     stats: RoundStats
+    detail: RoundDetail | None = None
 
 
 @dataclass(frozen=True)
