@@ -1,6 +1,10 @@
-"""The compiled part of `suffix_tree`: one suffix of one sequence at a time walks down, in arrays and whole numbers.
+"""The compiled part of `suffix_tree`: a compressed, depth-bounded suffix tree with counts, in flat arrays.
 
-All that is compiled is in this one file, because numba renews what it kept on disk only when the file itself changes.
+An edge is a run of tokens, stored as a place in the text. Nodes stand where continuations part and where sequences end,
+so that all occurrences which entered an edge also went on to its end, but for those of the sequence that is still read.
+
+All that is compiled is in this one file, because numba renews what it kept on disk only when the file itself changes;
+assignments of whole rows are written out, because numba takes seconds to compile them.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 COLUMNS = 8
 PARENT, TOKEN, START, LENGTH, COUNT, CHILD, NEXT, PREVIOUS = range(COLUMNS)
 """Of a node: its parent; the first token of its edge; where in the text the edge's newest full occurrence starts; the
-edge's tokens; how many occurrences entered the edge; its newest child; its siblings, newest entered first. 0 is none."""
+edge's tokens; how many occurrences entered the edge; its first child; its siblings, newest entered first. 0 is none."""
 NODE, OFFSET, GROWS = range(3)
 """Of a live suffix, one that is still read: the node whose edge it ends in, how many of the edge's tokens it has, and
 whether it is the only one there, so that its leaf grows with the text."""
@@ -41,7 +45,7 @@ class Arrays(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a candidate draft may be; `suffix.Settings` documents the fields."""
+    """What a candidate draft may be; `SuffixSettings` documents the fields."""
 
     budget: int
     factor: float
@@ -52,11 +56,12 @@ class Limits(NamedTuple):
 
 
 def _compiled(function: _Function) -> _Function:
+    """Compiled for other compiled code alone: without the wrappers for Python, whose compilation takes long."""
     njit: Any = importlib.import_module("numba").njit  # numba has no type hints
-    return njit(function)  # type: ignore[no-any-return]
+    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)  # type: ignore[no-any-return]
 
 
-def _entry(function: _Function) -> _Function:
+def entry(function: _Function) -> _Function:
     """Compiled, and kept on disk where that is possible; a read-only or full disk costs only the next start's time."""
     njit: Any = importlib.import_module("numba").njit
     try:
@@ -82,7 +87,7 @@ def _home(parent: int, token: int, size: int) -> int:
     key = np.int64(parent) * np.int64(-7046029254386353131) + np.int64(token) * np.int64(-4417276706812531889)
     key ^= key >> 29
     key *= np.int64(-4658895280553007687)
-    return (((key >> 32) & 0xFFFFFFFF) * size) >> 32
+    return int((((key >> 32) & 0xFFFFFFFF) * size) >> 32)
 
 
 @_compiled
@@ -129,7 +134,7 @@ def _leave(tree: Arrays, node: int) -> None:
     tree.table[hole] = 0
 
 
-@_entry
+@entry
 def rehash(tree: Arrays) -> None:
     """Fill an empty table with all nodes below the root, of a tree whose rows are all linked or free (parent -1)."""
     for node in range(1, tree.header[TOP]):
@@ -142,11 +147,11 @@ def rehash(tree: Arrays) -> None:
 
 @_compiled
 def _new_node(tree: Arrays, parent: int, token: int, start: int, length: int, count: int) -> int:
-    node = tree.header[FREE]
+    node = int(tree.header[FREE])
     if node:
         tree.header[FREE] = tree.nodes[node, NEXT]
     else:
-        node = tree.header[TOP]
+        node = int(tree.header[TOP])
         tree.header[TOP] += 1
     tree.header[USED] += 1
     row = tree.nodes[node]
@@ -232,14 +237,10 @@ def _split(tree: Arrays, node: int, offset: int, end: int) -> int:
 
 
 @_compiled
-def _step(tree: Arrays, suffix: Ints, at: int) -> None:
-    """One live suffix reads the token at `at` of the text."""
-    nodes, text = tree.nodes, tree.text
+def _step(tree: Arrays, slot: int, at: int) -> None:
+    """A live suffix reads the token at `at` of the text, where it is not the only one."""
+    nodes, text, suffix = tree.nodes, tree.text, tree.live[slot]
     node, offset, token = suffix[NODE], suffix[OFFSET], text[at]
-    if suffix[GROWS]:
-        nodes[node, LENGTH] += 1
-        suffix[OFFSET] += 1
-        return
     if offset < nodes[node, LENGTH]:
         if text[nodes[node, START] + offset] == token:
             suffix[OFFSET] += 1
@@ -264,20 +265,26 @@ def _step(tree: Arrays, suffix: Ints, at: int) -> None:
     suffix[NODE], suffix[OFFSET], suffix[GROWS] = leaf, 1, 1
 
 
-@_entry
+@entry
 def extend(tree: Arrays, tokens: Ints) -> None:
     """Read tokens at the end of the open sequence. There must be room: two rows for each token and live suffix."""
-    depth = len(tree.live)
+    nodes, live = tree.nodes, tree.live
     for token in tokens:
         at = tree.header[END]
         tree.text[at] = token
         tree.header[END] += 1
-        tree.live[at % depth] = 0  # a new suffix starts here, in the place of one that has its full depth
-        for start in range(max(tree.header[OPEN], at - depth + 1), at + 1):  # longest first: it makes the others' way
-            _step(tree, tree.live[start % depth], at)
+        slot = at % len(live)  # a new suffix starts here, in the place of one that has its full depth
+        live[slot, NODE] = live[slot, OFFSET] = live[slot, GROWS] = 0
+        for start in range(max(tree.header[OPEN], at - len(live) + 1), at + 1):  # longest first: it makes others' way
+            slot = start % len(live)
+            if live[slot, GROWS]:
+                nodes[live[slot, NODE], LENGTH] += 1
+                live[slot, OFFSET] += 1
+            else:
+                _step(tree, slot, at)
 
 
-@_entry
+@entry
 def close(tree: Arrays) -> None:
     """End the open sequence: where its last suffixes end inside an edge, a node marks that fewer occurrences go on."""
     depth, end = len(tree.live), tree.header[END]
@@ -285,7 +292,8 @@ def close(tree: Arrays) -> None:
         suffix = tree.live[start % depth]
         if suffix[OFFSET] < tree.nodes[suffix[NODE], LENGTH]:
             _split(tree, suffix[NODE], suffix[OFFSET], end)
-    tree.live[:, NODE] = NOBODY
+    for slot in range(depth):
+        tree.live[slot, NODE] = NOBODY
     tree.header[OPEN] = end
 
 
@@ -317,7 +325,7 @@ def _forget(tree: Arrays, start: int, end: int) -> None:
         _free(tree, node)
 
 
-@_entry
+@entry
 def forget(tree: Arrays, start: int, end: int) -> None:
     """Take the closed sequence `text[start:end]`, the oldest, off the tree."""
     for position in range(start, end):
@@ -330,12 +338,12 @@ def forget(tree: Arrays, start: int, end: int) -> None:
 @_compiled
 def _count(tree: Arrays, node: int, offset: int) -> int:
     """Occurrences that have more than `offset` tokens of the node's edge."""
-    count = tree.nodes[node, COUNT]
+    count = int(tree.nodes[node, COUNT])
     if count > 1 and tree.header[OPEN] < tree.header[END]:
         for slot in range(len(tree.live)):
             if tree.live[slot, NODE] == node and tree.live[slot, OFFSET] <= offset:
                 count -= 1
-    return int(count)
+    return count
 
 
 @_compiled
@@ -355,7 +363,7 @@ def _locate(tree: Arrays, tokens: Ints) -> tuple[int, int]:
     return node, offset
 
 
-@_entry
+@entry
 def count(tree: Arrays, tokens: Ints) -> int:
     """Occurrences of `tokens`, at least one and at most as many as the tree is deep."""
     node, offset = _locate(tree, tokens)
@@ -363,93 +371,113 @@ def count(tree: Arrays, tokens: Ints) -> int:
 
 
 @_compiled
-def _insert(drafted: Ints, scores: Floats, size: int, node: int, offset: int, parent: int, score: float) -> int:
-    """Put a candidate behind all that are at least as likely; the last one falls off a full list. Returns the size."""
+def _insert(drafted: Ints, scores: Floats, size: int, score: float) -> tuple[int, int]:
+    """Make room for a place behind all that are at least as likely; a full list loses its last, or takes none.
+
+    Returns the row for it, or the full list's end, and the new size.
+    """
     if size == len(scores):
         if scores[size - 1] >= score:
-            return size
+            return size, size
         size -= 1
-    place = size
-    while place > 0 and scores[place - 1] < score:
-        scores[place] = scores[place - 1]
-        drafted[place] = drafted[place - 1]
-        place -= 1
-    scores[place] = score
-    drafted[place, 0], drafted[place, 1], drafted[place, 2] = node, offset, parent
-    return size + 1
+    row = size
+    while row > 0 and scores[row - 1] < score:
+        scores[row] = scores[row - 1]
+        for column in range(4):
+            drafted[row, column] = drafted[row - 1, column]
+        row -= 1
+    scores[row] = score
+    return row, size + 1
 
 
 @_compiled
-def _expand(
-    tree: Arrays, node: int, offset: int, drafted: Ints, scores: Floats, size: int, parent: int, limits: Limits
-) -> int:
-    """Insert what followed a place in the tree as children of the draft's node `parent`. Returns the new size."""
+def _expand(tree: Arrays, drafted: Ints, scores: Floats, at: int, size: int, limits: Limits) -> int:
+    """Insert what follows the place in row `at` in the tree. Returns the list's new size."""
     nodes = tree.nodes
-    above = scores[parent] if parent >= 0 else 1.0
-    if offset < nodes[node, LENGTH]:
-        seen = _count(tree, node, offset)
-        score = above * (seen / (seen + limits.smoothing))
-        return _insert(drafted, scores, size, node, offset + 1, parent, score) if score >= limits.floor else size
-    total = 0
-    best = child = nodes[node, CHILD]
+    node, offset, depth = drafted[at, 0], drafted[at, 1], drafted[at, 3]
+    above = scores[at]
+    inside = offset < nodes[node, LENGTH]
+    if inside:  # of an edge: one token can follow
+        child, total = node, _count(tree, node, offset)
+    else:
+        child, total = nodes[node, CHILD], _sum_of_children(tree, node)
+        if limits.chain:
+            child = _likeliest_child(tree, node)
+        offset = 0
     while child:
-        total += nodes[child, COUNT]
-        if nodes[child, COUNT] > nodes[best, COUNT]:
-            best = child
-        child = nodes[child, NEXT]
-    child = best if limits.chain else nodes[node, CHILD]
-    while child:
-        score = above * (nodes[child, COUNT] / (total + limits.smoothing))
+        seen = total if inside else nodes[child, COUNT]
+        score = above * (seen / (total + limits.smoothing / depth))
         if score >= limits.floor:
-            size = _insert(drafted, scores, size, child, 1, parent, score)
-        child = 0 if limits.chain else nodes[child, NEXT]
+            row, size = _insert(drafted, scores, size, score)
+            if row < len(drafted):
+                drafted[row, 0], drafted[row, 1], drafted[row, 2], drafted[row, 3] = child, offset + 1, at, depth + 1
+        child = 0 if inside or limits.chain else nodes[child, NEXT]
     return size
 
 
 @_compiled
-def _grow(tree: Arrays, node: int, offset: int, budget: int, limits: Limits) -> tuple[Ints, Floats, float]:
-    """The likeliest `budget` continuations of a place in the tree: (node, offset, parent) of each `[N, 3]`, scores."""
-    drafted = np.empty((budget, 3), dtype=np.int32)
-    scores = np.empty(budget, dtype=np.float64)
-    size = _expand(tree, node, offset, drafted, scores, 0, NOBODY, limits)
-    at, total = 0, 0.0
-    while at < size:  # up to `at` the list is final: no child is likelier than its parent
-        total += scores[at]
-        size = _expand(tree, drafted[at, 0], drafted[at, 1], drafted, scores, size, at, limits)
+def _sum_of_children(tree: Arrays, node: int) -> int:
+    total = 0
+    child = tree.nodes[node, CHILD]
+    while child:
+        total += tree.nodes[child, COUNT]
+        child = tree.nodes[child, NEXT]
+    return total
+
+
+@_compiled
+def _likeliest_child(tree: Arrays, node: int) -> int:
+    best = child = tree.nodes[node, CHILD]
+    while child:
+        if tree.nodes[child, COUNT] > tree.nodes[best, COUNT]:
+            best = child
+        child = tree.nodes[child, NEXT]
+    return int(best)
+
+
+@_compiled
+def _grow(tree: Arrays, place: tuple[int, int, int], budget: int, limits: Limits) -> tuple[Ints, Floats, float]:
+    """The likeliest continuations of a place (node, offset, depth), likeliest first, below the place itself.
+
+    The list holds what is drafted, up to `at`, and then what may be: a child is never likelier than its parent.
+
+    Returns (node, offset, parent's row, depth) of each `[1+N, 4]`, scores `[1+N]`, and their sum but for the first.
+    """
+    drafted = np.empty((budget + 1, 4), dtype=np.int32)
+    scores = np.empty(budget + 1, dtype=np.float64)
+    drafted[0, 0], drafted[0, 1], drafted[0, 3] = place
+    drafted[0, 2] = 0
+    scores[0] = 1.0
+    at, size, total = 0, 1, 0.0
+    while at < size:
+        size = _expand(tree, drafted, scores, at, size, limits)
         at += 1
+        if at < size:
+            total += scores[at]
     return drafted[:size], scores[:size], total
 
 
-@_entry
+@entry
 def propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, float]:
-    """The candidate with the highest sum of path probabilities among those of all match lengths; the longest of equals.
-
-    Args:
-        tree: May have a sequence open, which is then the one that `tail` ends.
-        tail: The last tokens, no more than the longest match.
-        limits: What a candidate may be.
-
-    Returns:
-        Token and parent of each node `[N, 2]`, parents first and likeliest first; path probabilities `[N]`; their sum.
-    """
-    places = np.empty((len(tail), 2), dtype=np.int32)
+    """The best candidate of all match lengths, the longest of equals; see `SuffixTree.propose`."""
+    matches = np.empty((len(tail), 2), dtype=np.int32)
     matched = 0
     while matched < len(tail):
         node, offset = _locate(tree, tail[len(tail) - matched - 1 :])
         if node == NOBODY or (offset == tree.nodes[node, LENGTH] and not tree.nodes[node, CHILD]):
             break  # nor does any longer suffix occur with something behind it
-        places[matched, 0], places[matched, 1] = node, offset
+        matches[matched, 0], matches[matched, 1] = node, offset
         matched += 1
-    best, best_scores, best_total = np.empty((0, 3), dtype=np.int32), np.empty(0), 0.0
+    best, best_scores, best_total = np.empty((1, 4), dtype=np.int32), np.empty(1, dtype=np.float64), 0.0
     for length in range(matched, 0, -1):
         budget = min(limits.budget, int(limits.factor * length + limits.offset))
-        if budget > best_total:  # which no sum of so many probabilities exceeds otherwise
-            node, offset = places[length - 1, 0], places[length - 1, 1]
-            drafted, scores, total = _grow(tree, node, offset, budget, limits)
+        if budget > best_total:  # else not even certain tokens would be a better candidate
+            place = matches[length - 1, 0], matches[length - 1, 1], length
+            drafted, scores, total = _grow(tree, place, budget, limits)
             if total > best_total:
                 best, best_scores, best_total = drafted, scores, total
-    found = np.empty((len(best), 2), dtype=np.int32)
-    for at in range(len(best)):
-        found[at, 0] = tree.text[tree.nodes[best[at, 0], START] + best[at, 1] - 1]
-        found[at, 1] = best[at, 2]
-    return found, best_scores, best_total
+    found = np.empty((len(best) - 1, 2), dtype=np.int32)
+    for row in range(1, len(best)):
+        found[row - 1, 0] = tree.text[tree.nodes[best[row, 0], START] + best[row, 1] - 1]
+        found[row - 1, 1] = best[row, 2] - 1
+    return found, best_scores[1:], best_total

@@ -1,0 +1,194 @@
+"""Suffix decoding: what followed the same tokens before, in this text and in earlier answers, as a tree with counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from foredraft.backends.base import Backend
+from foredraft.errors import InvalidInputError, ModelError
+from foredraft.proposers.base import Drafter, Proposer
+from foredraft.proposers.files import read_arrays, write_arrays
+from foredraft.proposers.suffix_kernels import Limits
+from foredraft.proposers.suffix_tree import SuffixTree
+from foredraft.randomness import RandomSource
+from foredraft.sampling import Law
+from foredraft.types import Draft
+
+_LEAST_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuffixSettings:
+    """How far a suffix drafter looks and what it drafts. The defaults are the best found on answers of a small model.
+
+    After a match of m tokens, a continuation seen c of n times counts as `c / (n + smoothing / m)` likely, with m that
+    grows along the path. The default smoothing makes that about the rate at which drafted tokens are accepted.
+
+    Args:
+        max_depth: Tokens of the longest run that is counted, at least 2; one half may match, so that one is left to
+            draft. A new token costs time in proportion.
+        factor: Nodes of a draft for each token that matches.
+        offset: Nodes on top of that. Never more than the caller's budget.
+        floor: Least path probability of a node, in [0, 1].
+        smoothing: Of the request's own tree, at least 0; 0 takes plain shares, as the paper does.
+        global_smoothing: Of the global tree, that of earlier answers, whose text is less alike.
+        global_bytes: Most memory for the global tree, at least 1 MiB, or 0 to have none. The oldest answers go first.
+        chains_only: Draft the likeliest path alone.
+
+    Raises:
+        InvalidInputError: A value is outside its range; the message names it and the range.
+    """
+
+    max_depth: int = 64
+    factor: float = 8.0
+    offset: float = 8.0
+    floor: float = 0.02
+    smoothing: float = 2.0
+    global_smoothing: float = 12.0
+    global_bytes: int = 64 * 2**20
+    chains_only: bool = False
+
+    def __post_init__(self) -> None:
+        self._require(
+            "max_depth", _is_integer(self.max_depth) and 2 <= self.max_depth <= 1024, "an integer in [2, 1024]"
+        )
+        for name in ("factor", "offset", "smoothing", "global_smoothing"):
+            self._require(name, _is_number(getattr(self, name)), "a number >= 0")
+        self._require("floor", _is_number(self.floor) and self.floor <= 1, "a number in [0, 1]")
+        good_bytes = _is_integer(self.global_bytes) and (self.global_bytes == 0 or self.global_bytes >= _LEAST_BYTES)
+        self._require("global_bytes", good_bytes, f"0 or an integer >= {_LEAST_BYTES}")
+        self._require("chains_only", isinstance(self.chains_only, bool), "True or False")
+
+    def _require(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise InvalidInputError(f"{name} is {getattr(self, name)!r}, but must be {allowed}.")
+
+    @property
+    def longest_match(self) -> int:
+        """Most tokens that are looked up; as many of a prompt are kept before its answer."""
+        return self.max_depth // 2
+
+    def limits(self, budget: int, smoothing: float) -> Limits:
+        """For one proposal of at most `budget` nodes."""
+        return Limits(
+            budget, float(self.factor), float(self.offset), float(self.floor), float(smoothing), self.chains_only
+        )
+
+
+class Suffix(Drafter):
+    """Drafts what followed the same tokens before (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975).
+
+    Every request has a tree of its own prompt and output; all share `global_tree`, the finished answers, each with
+    the end of its prompt. A request's answer is added when it is complete.
+
+    Args:
+        vocab_size: The target's: answers kept by `save` fit only a target with as many tokens.
+        settings: How far to look and what to draft.
+    """
+
+    name = "suffix"
+    trees = True
+    draft_tokens = 8
+    when_nothing_is_accepted = (
+        "the answer does not repeat anything from its prompt, from itself or from earlier answers"
+    )
+
+    def __init__(self, vocab_size: int, settings: SuffixSettings | None = None) -> None:
+        self.settings = settings or SuffixSettings()
+        self.trees = not self.settings.chains_only
+        self.global_tree = SuffixTree(self.settings.max_depth, most_bytes=self.settings.global_bytes)
+        self._vocab_size = vocab_size
+        _compile()
+
+    @classmethod
+    def for_target(cls, target: Backend) -> Suffix:
+        """No earlier answers, default settings."""
+        return cls(target.vocab_size)
+
+    def proposer(self, law: Law, source: RandomSource) -> SuffixProposer:
+        """A proposer that has read nothing yet; it needs neither the law nor randomness."""
+        return SuffixProposer(self)
+
+    def save(self, folder: Path) -> None:
+        """Keep the earlier answers in `suffix.safetensors`."""
+        sequences = self.global_tree.sequences
+        lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
+        tokens = np.concatenate([np.zeros(0, dtype=np.int32), *sequences])
+        arrays = {"lengths": torch.from_numpy(lengths), "tokens": torch.from_numpy(tokens)}
+        write_arrays(folder / "suffix.safetensors", arrays, self._about())
+
+    def load(self, folder: Path) -> None:
+        """Read kept answers, as newer than those that are here already."""
+        file = folder / "suffix.safetensors"
+        if not file.is_file():
+            return
+        arrays = read_arrays(file, self._about())
+        lengths, tokens = (arrays.get(name, torch.zeros(0)) for name in ("lengths", "tokens"))
+        kinds = {lengths.dtype, tokens.dtype} == {torch.int32} and lengths.dim() == tokens.dim() == 1
+        if not kinds or (lengths < 0).any() or lengths.sum() != len(tokens) or not self._all_known(tokens):
+            raise ModelError(f"{file} is damaged. Remove it to start anew.")
+        for start, stop in pairwise(accumulate(lengths.tolist(), initial=0)):
+            self.global_tree.add(tokens[start:stop].tolist())
+
+    def _all_known(self, tokens: torch.Tensor) -> bool:
+        return bool(((tokens >= 0) & (tokens < self._vocab_size)).all())
+
+    def _about(self) -> dict[str, str]:
+        return {"foredraft": "suffix", "version": "1", "vocabulary": str(self._vocab_size)}
+
+
+class SuffixProposer(Proposer):
+    """One sequence's drafts, out of its own tree or the global one, whichever promises more."""
+
+    def __init__(self, drafter: Suffix) -> None:
+        self._settings = drafter.settings
+        self._global = drafter.global_tree
+        self._own = SuffixTree(self._settings.max_depth)
+        self._read = 0
+        self._prompt_length: int | None = None
+
+    def propose(self, tokens: Sequence[int], budget: int) -> Draft:
+        """The candidate tree with the highest sum of path probabilities, which are its scores."""
+        if self._prompt_length is None:
+            self._prompt_length = len(tokens)
+        self._own.extend(tokens[self._read :])
+        self._read = len(tokens)
+        if budget < 1:
+            return Draft()
+        settings = self._settings
+        tail = np.array(tokens[-settings.longest_match :], dtype=np.int32)
+        best = self._own.propose(tail, settings.limits(budget, settings.smoothing))
+        if settings.global_bytes:
+            other = self._global.propose(tail, settings.limits(budget, settings.global_smoothing))
+            if other.total > best.total:
+                best = other
+        drafted, parents = best.nodes.T.tolist()
+        return Draft(tuple(drafted), tuple(parents), scores=tuple(best.scores.tolist()))
+
+    def finish(self, tokens: Sequence[int]) -> None:
+        """Add the answer to the earlier ones, with as much of its prompt as a match may need."""
+        if self._settings.global_bytes and self._prompt_length is not None and len(tokens) > self._prompt_length:
+            self._global.add(tokens[max(0, self._prompt_length - self._settings.longest_match) :])
+
+
+def _compile() -> None:
+    """Run every kernel once, so that compiling them falls into loading and not into the first request."""
+    tree = SuffixTree(2)
+    tree.add([1, 1])
+    tree.propose(np.array([1], dtype=np.int32), SuffixSettings().limits(1, 1.0))
+    tree.forget_oldest()
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value >= 0
