@@ -120,6 +120,8 @@ class Generation:
         self._setup = setup
         self.cache = request.cache or setup.backend.new_cache()
         self._proposer = setup.drafter.proposer(self.law, self.source) if setup.drafter is not None else None
+        if self._proposer is not None:
+            self._proposer.attach(self.cache)
 
         self.finish_reason: FinishReason | None = None
         self._pieces: list[str] = []

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from foredraft.errors import UnsupportedError
 from foredraft.types import Draft
 
 
@@ -34,6 +35,7 @@ class Capabilities:
     """What a backend can do beyond chains."""
 
     trees: bool = False
+    early_exit: bool = False
 
 
 class Backend(ABC):
@@ -42,6 +44,9 @@ class Backend(ABC):
     A cache holds the committed tokens, which are all tokens so far but the root. `forward` scores the root and every
     node of a draft, each seeing the committed tokens and its own ancestors only; `commit` then keeps the root and the
     accepted path. Everything else about the cache is as if the rejected nodes had never been.
+
+    A backend that can do `early_exit` also scores chains with the target's first layers and its head alone. What these
+    layers computed is kept in the cache until the next forward, which takes it over where its draft begins so.
     """
 
     name: str
@@ -72,3 +77,22 @@ class Backend(ABC):
     @abstractmethod
     def truncate(self, cache: KVCache, length: int) -> None:
         """Forget committed tokens past the first `length`."""
+
+    def refuse_early_exit(self, layers: int) -> None:
+        """Raise unless `early_logits` works with this many layers.
+
+        Raises:
+            UnsupportedError: Not on this backend, or not with this model.
+            InvalidInputError: The model does not have more layers than that.
+        """
+        raise UnsupportedError(
+            f"Drafter 'early_exit' needs to stop between layers, which backend '{self.name}' cannot. "
+            "Use 'suffix', 'recycling', 'ngram' or 'draft:REF'."
+        )
+
+    def early_logits(self, query: Query, layers: int) -> Tensor:
+        """Logits `[1, V]` after the last token of the root and a chain, by the first `layers` layers and the head.
+
+        Of tokens that were given in the call before, nothing is computed again.
+        """
+        raise NotImplementedError(f"backend '{self.name}' has no early exit")

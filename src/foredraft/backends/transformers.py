@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from foredraft.backends.base import Backend, Capabilities, KVCache, Query
+from foredraft.backends.partial import Split, refuse_unless_layered, split
 from foredraft.errors import UnsupportedError
 from foredraft.tree import ancestor_mask, depths
 from foredraft.types import Draft
@@ -22,12 +23,24 @@ if TYPE_CHECKING:
 _PREFILL_CHUNK = 1024  # tokens; bounds the attention scores of a long prompt
 
 
+class Early(NamedTuple):
+    """What the first layers made of a root and a chain: their hidden states `[1, n, H]`. Their KV rows are cached."""
+
+    layers: int
+    tokens: tuple[int, ...]
+    hidden: Tensor
+
+
 class TransformersCache(KVCache):
-    """A transformers cache, its committed length, and the nodes of the last forward that are not committed yet."""
+    """A transformers cache, its committed length, and the nodes of the last forward that are not committed yet.
+
+    After an early exit the pending rows are those of `early`, in its first layers only.
+    """
 
     def __init__(self, kv: DynamicCache) -> None:
         self.kv = kv
         self.pending = 0
+        self.early: Early | None = None
 
     @property
     def length(self) -> int:
@@ -49,6 +62,23 @@ class TransformersCache(KVCache):
         if rows > 0:
             self.kv.crop(-rows)
 
+    def keep_early(self, query: Query, layers: int | None = None) -> int:
+        """How many of the query's first tokens are in `early` (of as many layers); the first layers forget the rest."""
+        if self.early is None:
+            return 0
+        tokens, same = (query.root, *query.draft.tokens), 0
+        if layers in (None, self.early.layers):
+            for node, (one, other) in enumerate(zip(tokens, self.early.tokens, strict=False), start=-1):
+                if one != other or (node >= 0 and query.draft.parents[node] != node - 1):
+                    break
+                same += 1
+        for layer in self.kv.layers[: self.early.layers]:
+            assert isinstance(layer, DynamicLayer)
+            layer.crop(same - self.pending)
+        self.pending = same
+        self.early = Early(self.early.layers, tokens[:same], self.early.hidden[:, :same]) if same else None
+        return same
+
 
 class TransformersBackend(Backend):
     """The contract of `Backend` over a loaded transformers model.
@@ -62,10 +92,10 @@ class TransformersBackend(Backend):
     """
 
     name = "transformers"
-    capabilities = Capabilities(trees=True)
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
         refuse_unless_croppable(model)
+        self.capabilities = Capabilities(trees=True, early_exit=_layered(model))
         config = model.config.get_text_config(decoder=True)
         self.model: Any = model
         torch.nn.Module.eval(model)
@@ -74,17 +104,18 @@ class TransformersBackend(Backend):
         ends = getattr(model.generation_config, "eos_token_id", None)
         self.stop_tokens = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         self._cache_keyword = _cache_keywords(model)[0]
+        self._splits: dict[int, Split] = {}
 
     def new_cache(self) -> TransformersCache:
-        """An empty cache for one sequence."""
-        return TransformersCache(DynamicCache(config=self.model.config))
+        """An empty cache for one sequence; it gets a layer for each of the model's that writes to it."""
+        return TransformersCache(DynamicCache())
 
     @torch.inference_mode()
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:
         """Append tokens to the cache without scoring them: the body of the model runs, its head does not."""
         assert isinstance(cache, TransformersCache) and cache.pending == 0
         for start in range(0, len(tokens), _PREFILL_CHUNK):
-            self._run(self.model.base_model, cache, tokens[start : start + _PREFILL_CHUNK])
+            self._run(self.model.base_model, cache, self._ids(tokens[start : start + _PREFILL_CHUNK]))
 
     @torch.inference_mode()
     def forward(self, queries: Sequence[Query]) -> list[Tensor]:
@@ -105,31 +136,85 @@ class TransformersBackend(Backend):
         assert isinstance(cache, TransformersCache) and cache.pending == 0
         cache.drop(cache.length - length)
 
+    def refuse_early_exit(self, layers: int) -> None:
+        """See `Backend`."""
+        self._split(layers)
+
+    @torch.inference_mode()
+    def early_logits(self, query: Query, layers: int) -> Tensor:
+        """See `Backend`."""
+        assert query.draft.is_chain
+        hidden = self._first_layers(query, layers)[:, -1:]
+        logits: Tensor = self._split(layers).head(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+        return logits[0, :, : self.vocab_size]
+
     def _score(self, query: Query) -> Tensor:
         cache, tokens = query.cache, (query.root, *query.draft.tokens)
-        assert isinstance(cache, TransformersCache) and cache.pending == 0
-        shape = {} if query.draft.is_chain else self._tree_shape(cache.length, query.draft)
-        logits: Tensor = self._run(self.model, cache, tokens, **shape).logits[0, :, : self.vocab_size]
-        cache.pending = len(tokens)
+        assert isinstance(cache, TransformersCache) and (cache.pending == 0 or cache.early is not None)
+        if cache.keep_early(query):
+            logits = self._finish(cache, query)
+        else:
+            shape = {} if query.draft.is_chain else self._tree_shape(cache.length, query.draft)
+            logits = self._run(self.model, cache, self._ids(tokens), **shape).logits
+            cache.pending = len(tokens)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # so that time spent verifying is counted as such
+        return logits[0, :, : self.vocab_size]
+
+    def _first_layers(self, query: Query, layers: int) -> Tensor:
+        """Hidden states `[1, N+1, H]` after the first layers. Only what the cache does not have is computed."""
+        cache, tokens = query.cache, (query.root, *query.draft.tokens)
+        assert isinstance(cache, TransformersCache) and (cache.pending == 0 or cache.early is not None)
+        known = cache.keep_early(query, layers)
+        if known < len(tokens):
+            shape = self._tree_shape(cache.length, query.draft, known)
+            hidden = self._run(self._split(layers).first, cache, self._ids(tokens[known:]), **shape).last_hidden_state
+            if cache.early is not None:
+                hidden = torch.cat([cache.early.hidden, hidden], dim=1)
+            cache.early, cache.pending = Early(layers, tokens, hidden), len(tokens)
+        assert cache.early is not None
+        return cache.early.hidden
+
+    def _finish(self, cache: TransformersCache, query: Query) -> Tensor:
+        """Logits `[1, N+1, V]` of a query that the first layers have begun."""
+        assert cache.early is not None
+        layers = cache.early.layers
+        hidden = self._first_layers(query, layers)
+        cache.early = None
+        shape = self._tree_shape(cache.length, query.draft)
+        logits: Tensor = self._run(self._split(layers).rest, cache, {"inputs_embeds": hidden}, **shape).logits
         return logits
 
-    def _tree_shape(self, committed: int, draft: Draft) -> dict[str, Tensor]:
-        """What makes a row of tokens a tree: who sees whom, `[1, 1, N+1, committed + N+1]`, and where each stands."""
-        among = ancestor_mask(draft)
+    def _split(self, layers: int) -> Split:
+        if layers not in self._splits:
+            self._splits[layers] = split(self.model, layers)
+        return self._splits[layers]
+
+    def _tree_shape(self, committed: int, draft: Draft, known: int = 0) -> dict[str, Tensor]:
+        """What makes tokens a tree: who sees whom, `[1, 1, N+1 - known, committed + N+1]`, and where each stands."""
+        among = ancestor_mask(draft)[known:]
         seen = torch.cat([torch.ones(len(among), committed, dtype=torch.bool), among], dim=1)
         mask = torch.zeros(seen.shape, dtype=self.model.dtype)
         mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
-        positions = torch.tensor([depths(draft)]) + committed
+        positions = torch.tensor([depths(draft)[known:]]) + committed
         return {
             "attention_mask": mask[None, None].to(self.model.device),
             "position_ids": positions.to(self.model.device),
         }
 
-    def _run(self, module: Any, cache: TransformersCache, tokens: Sequence[int], **shape: Tensor) -> Any:
-        ids = torch.tensor([tokens], dtype=torch.long, device=self.model.device)
-        return module(input_ids=ids, use_cache=True, return_dict=True, **{self._cache_keyword: cache.kv}, **shape)
+    def _ids(self, tokens: Sequence[int]) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([tokens], dtype=torch.long, device=self.model.device)}
+
+    def _run(self, module: Any, cache: TransformersCache, what: dict[str, Tensor], **shape: Tensor) -> Any:
+        return module(**what, use_cache=True, return_dict=True, **{self._cache_keyword: cache.kv}, **shape)
+
+
+def _layered(model: PreTrainedModel) -> bool:
+    try:
+        refuse_unless_layered(model, "early_exit")
+    except UnsupportedError:
+        return False
+    return True
 
 
 def refuse_unless_croppable(model: PreTrainedModel) -> None:

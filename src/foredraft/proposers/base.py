@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from foredraft.acceptance import Draws
-from foredraft.backends.base import Backend
+from foredraft.backends.base import Backend, KVCache
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
@@ -34,6 +34,9 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A draft of at most `budget` nodes below the last of `tokens`, all tokens so far. May be empty."""
+
+    def attach(self, cache: KVCache) -> None:  # noqa: B027  (most need no target)
+        """Get the target's cache of this sequence, before the first draft: for those who draft with the target."""
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:  # noqa: B027  (learning is optional)
         """See what the target made of the last draft."""
