@@ -20,6 +20,7 @@ from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.lookahead import Lookahead
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
+from foredraft.proposers.suffix import Suffix
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Completion, Draft, Event, FinishEvent, RoundEvent, SamplingParams, TokenEvent
@@ -181,6 +182,7 @@ def _perturbed_draft(target: TransformersBackend, noise: float) -> Drafter:
 
 DRAFTER_MAKERS: dict[str, Callable[[TransformersBackend, float], Drafter]] = {
     "ngram": lambda target, noise: NGram(),
+    "suffix": lambda target, noise: Suffix.for_target(target),
     "recycling": lambda target, noise: Recycling.for_target(target),
     "lookahead": lambda target, noise: Lookahead(),
     "draft": _perturbed_draft,

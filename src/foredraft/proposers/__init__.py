@@ -7,9 +7,11 @@ from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.lookahead import Lookahead
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
+from foredraft.proposers.suffix import Suffix
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "ngram": NGram,
+    "suffix": Suffix,
     "recycling": Recycling,
     "lookahead": Lookahead,
     "draft": DraftModel,
