@@ -12,9 +12,8 @@ from torch import Tensor
 
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
-from foredraft.errors import UnsupportedError
 from foredraft.proposers.base import Proposer, Verification
-from foredraft.proposers.draft_model import DraftModel, refuse_other_vocabulary
+from foredraft.proposers.draft_model import DraftModel
 from foredraft.randomness import RandomSource, TorchSource
 from foredraft.sampling import SamplingLaw, probabilities
 from foredraft.types import Draft, SamplingParams, Verdict
@@ -178,15 +177,14 @@ def test_ids_that_the_draft_model_lacks_get_no_mass() -> None:
     assert torch.allclose(q.sum(-1), torch.ones(20, dtype=torch.float64))
 
 
-def test_vocabularies_that_agree_where_both_have_a_token_are_taken() -> None:
-    refuse_other_vocabulary({"a": 0, "b": 1}, {"a": 0, "b": 1}, 2)
-    refuse_other_vocabulary({"a": 0, "b": 1}, {"a": 0, "b": 1, "more": 2}, 3)
-    refuse_other_vocabulary({"a": 0, "b": 1}, {"a": 0}, 2)  # a row without a token: padding
-    refuse_other_vocabulary({"a": 0, "b": 1}, {"a": 0, "b": 1}, 64)
-
-
-def test_a_vocabulary_that_differs_is_refused_with_the_first_id() -> None:
-    with pytest.raises(UnsupportedError, match="id 1 is 'b' to the target and 'x' to the draft model"):
-        refuse_other_vocabulary({"c": 2, "b": 1, "a": 0}, {"a": 0, "x": 1, "y": 2}, 3)
-    with pytest.raises(UnsupportedError, match="it reads ids below 1, and id 1 is 'b' to the target"):
-        refuse_other_vocabulary({"a": 0, "b": 1}, {"a": 0}, 1)
+def test_drafting_ends_where_the_settings_leave_only_ids_that_the_draft_model_lacks() -> None:
+    mask = torch.zeros(VOCABULARY, dtype=torch.bool)
+    mask[50:] = True
+    smaller = TransformersBackend(tiny_llama(seed=4, layers=1), vocab_size=40)
+    drafter = DraftModel(smaller, VOCABULARY)
+    law = SamplingLaw(SAMPLED, allowed=lambda tokens: mask if len(tokens) > 4 else None)
+    drafting = drafter.proposer(law, TorchSource(torch.Generator().manual_seed(0)))
+    draft = drafting.propose([5, 6, 7], 6)
+    assert len(draft) == 2
+    tell(drafting, draft, 2)
+    assert drafting.propose([5, 6, 7, *draft.tokens, 50], 6) == Draft()

@@ -21,8 +21,9 @@ from foredraft.generation import Request
 from foredraft.models import ModelFiles, Notify, file_key, resolve
 from foredraft.proposers import DRAFTERS
 from foredraft.proposers.base import Drafter
-from foredraft.proposers.draft_model import DraftModel, refuse_other_vocabulary
+from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.hybrid import Hybrid
+from foredraft.proposers.translation import translation_between
 from foredraft.types import Completion, Event, FinishEvent, SamplingParams
 
 if TYPE_CHECKING:
@@ -247,11 +248,13 @@ class Loader:
             return Hybrid([part for part in parts if part is not None])
         if name != DraftModel.name:
             return DRAFTERS[name].for_target(target)
+        translation = None
         if isinstance(argument, str):
             draft, draft_tokenizer, _ = self.model(argument)
             rows = draft.model.get_input_embeddings().num_embeddings
+            sizes = target.vocab_size, draft.vocab_size
             assert tokenizer is not None
-            refuse_other_vocabulary(tokenizer.get_vocab(), draft_tokenizer.get_vocab(), rows)
+            translation = translation_between(tokenizer, draft_tokenizer, sizes, rows)
         else:
             draft = TransformersBackend(argument)
             if draft.vocab_size < target.vocab_size:
@@ -259,7 +262,7 @@ class Loader:
                     f"The draft model has {draft.vocab_size} token ids and the target {target.vocab_size}: "
                     "use a draft model with the target's vocabulary."
                 )
-        return DraftModel(draft, target.vocab_size, _stop_tokens(target, tokenizer))
+        return DraftModel(draft, target.vocab_size, _stop_tokens(target, tokenizer), translation)
 
 
 def _stop_tokens(backend: Backend, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -1,15 +1,17 @@
-"""A smaller model of the same vocabulary drafts a chain, one forward a token."""
+"""A smaller model drafts a chain, one forward a token; where its vocabulary is another, of the tokens it shares."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from foredraft.acceptance import Draws
 from foredraft.backends.base import Backend, Query
-from foredraft.errors import UnsupportedError
+from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Drafter, Proposer, Verification
+from foredraft.proposers.translation import Reading, Translation
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
@@ -21,9 +23,11 @@ class DraftModel(Drafter):
     """Drafts with a second model (Leviathan et al. 2023, arXiv 2211.17192).
 
     Args:
-        backend: The draft model; its ids must mean what the target's mean (`refuse_other_vocabulary`).
+        backend: The draft model; without a translation its ids must mean what the target's mean.
         vocab_size: The target's; ids that only the draft model has are never drawn, ids it lacks get q = 0.
         stop_tokens: Drafting ends after one of these.
+        translation: Between the vocabularies, if they differ: the draft is drawn from the law restricted to the tokens
+            that both have, `q' = norm(q restricted)`, and verified with it (TLI, Timor et al. 2025, arXiv 2502.05202).
     """
 
     name = "draft"
@@ -31,13 +35,22 @@ class DraftModel(Drafter):
     draft_tokens = 4
     when_nothing_is_accepted = "the draft model may be broken, or made for another chat template or kind of text"
 
-    def __init__(self, backend: Backend, vocab_size: int, stop_tokens: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        vocab_size: int,
+        stop_tokens: Collection[int] = (),
+        translation: Translation | None = None,
+    ) -> None:
         self.backend = backend
         self.vocab_size = vocab_size
         self.stop_tokens = frozenset(stop_tokens)
+        self.translation = translation
 
     def proposer(self, law: Law, source: RandomSource) -> DraftModelProposer:
         """A proposer with an empty KV cache, which samples as the request does."""
+        if self.translation is not None:
+            return TranslatingProposer(self, law, source, self.translation)
         return DraftModelProposer(self, law, source)
 
 
@@ -55,73 +68,120 @@ class DraftModelProposer(Proposer):
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A chain drawn from the draft model's own law, with that law as q (greedy requests: a point mass)."""
+        own = self._own_ids(tokens)
         if self._backend.context is not None:
-            budget = min(budget, self._backend.context - len(tokens))
-        if budget < 1:
+            budget = min(budget, self._backend.context - len(own))
+        if budget < 1 or not own:
             return Draft()
         history = list(tokens)
         drafted: list[int] = []
-        rows: list[torch.Tensor] = []
-        unseen = self._catch_up(tokens)
+        rows: list[Tensor] = []
+        unseen = self._catch_up(own)
         while True:
-            q = self._law(history, Draft(), self._score(unseen))[0]
+            q = self._law_after(history, unseen)
+            self._fed = drafted[:]
+            if q is None:
+                break
             x = int(q.argmax()) if self._law.greedy else self._source.at(len(history)).draw(q)
             drafted.append(x)
             rows.append(q)
-            if len(drafted) == budget or x in self._stop_tokens:
-                break
+            unseen = self._own_ids_of(x)
+            if len(drafted) == budget or x in self._stop_tokens or not unseen:
+                break  # the last was drawn, but is not fed
             history.append(x)
-            unseen = [x]
-        self._fed = drafted[:-1]  # the last was drawn, but not fed
         return Draft.chain(drafted, () if self._law.greedy else rows)
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Forget the own tokens that did not come true, whoever's draft was verified."""
         fed, self._fed = self._fed, []
         right = 0
-        while right < min(len(fed), len(verdict.tokens) - 1) and fed[right] == verdict.tokens[right]:
+        while right < min(len(fed), len(verdict.tokens)) and fed[right] == verdict.tokens[right]:
             right += 1
         if right < len(fed):
             self._backend.truncate(self._cache, self._cache.length - (len(fed) - right))
 
-    def _catch_up(self, tokens: Sequence[int]) -> list[int]:
+    def _own_ids(self, tokens: Sequence[int]) -> Sequence[int]:
+        """All tokens so far in the draft model's ids; none if they cannot be read yet."""
+        return tokens
+
+    def _own_ids_of(self, token: int) -> list[int]:
+        """One drafted token in the draft model's ids; none if it does not have it."""
+        return [token]
+
+    def _to_target(self, logits: Tensor) -> Tensor:
+        """Logits `[1, V]` of the target's ids: minus infinity for those that the draft model does not have."""
+        missing = self._vocab_size - logits.shape[1]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)  # a negative pad cuts
+
+    def _catch_up(self, own: Sequence[int]) -> list[int]:
         """The tokens that the draft model has not seen, after a prefill if they are many."""
-        unseen = list(tokens[self._cache.length :])
+        unseen = list(own[self._cache.length :])
         if len(unseen) > _LONGEST_CATCH_UP:
             self._backend.prefill(self._cache, unseen[:-1])
             unseen = unseen[-1:]
         return unseen
 
-    def _score(self, unseen: Sequence[int]) -> torch.Tensor:
-        """Feed tokens that are certain; return the logits `[1, V]` after the last of them."""
+    def _law_after(self, history: Sequence[int], unseen: Sequence[int]) -> Tensor | None:
+        """The request's law `[V]` after `history`, whose end `unseen` is fed; `None` if no token of the model has mass.
+
+        Whether there is a law never depends on a draw from it: to drop a token that was drawn would bend the output.
+        """
+        scored = self._score(unseen)
+        logits = self._to_target(scored)
+        if logits.amax() == -torch.inf < scored.amax():  # all its mass is on tokens that the target does not have
+            return None
+        try:
+            q = self._law(history, Draft(), logits)[0]
+        except InvalidInputError:  # bad words or a grammar leave nothing here; of the target they may leave more
+            return None
+        return q if q.sum() > 0 else None  # a caller's own law may make NaN of nothing
+
+    def _score(self, unseen: Sequence[int]) -> Tensor:
+        """Feed ids that are certain; return the logits `[1, V_draft]` after the last of them."""
         chain = Draft.chain(unseen[1:])
         logits = self._backend.forward([Query(self._cache, unseen[0], chain)])[0]
         self._backend.commit(self._cache, range(len(chain)))
         self.forwards += 1
-        missing = self._vocab_size - logits.shape[1]
-        return torch.nn.functional.pad(logits[-1:], (0, missing), value=-torch.inf)  # a negative pad cuts
+        return logits[-1:]
 
 
-def refuse_other_vocabulary(target: Mapping[str, int], draft: Mapping[str, int], draft_rows: int) -> None:
-    """Raise unless every id means the same token to both models. Sizes may differ by padding and by extra tokens.
+class TranslatingProposer(DraftModelProposer):
+    """The same for a draft model of another vocabulary, which reads the text in tokens of its own.
 
-    Args:
-        target: The target's tokens, string to id.
-        draft: The draft model's.
-        draft_rows: Rows of the draft model's embedding: it must be able to read every id of the target.
-
-    Raises:
-        UnsupportedError: The first id that means two things, or the first that the draft model cannot read.
+    What it has read may turn out to be tokenised otherwise once more text is there, so before each draft the cache is
+    rolled back to where it agrees with the text as it is now; that forgets rejected tokens too.
     """
-    meaning = {i: token for token, i in draft.items()}
-    for token, i in sorted(target.items(), key=lambda item: item[1]):
-        if meaning.get(i, token) != token:
-            raise UnsupportedError(
-                f"The draft model has another vocabulary: id {i} is {token!r} to the target and {meaning[i]!r} to the "
-                "draft model. Use a draft model with the target's tokenizer."
-            )
-        if i >= draft_rows:
-            raise UnsupportedError(
-                f"The draft model has another vocabulary: it reads ids below {draft_rows}, and id {i} is {token!r} "
-                "to the target. Use a draft model with the target's tokenizer."
-            )
+
+    def __init__(self, drafter: DraftModel, law: Law, source: RandomSource, translation: Translation) -> None:
+        super().__init__(drafter, law, source)
+        self._translation = translation
+        self._reading = Reading(translation)
+        self._cached: list[int] = []  # the draft model's ids in its cache
+        self._certain = 0  # so many of them were settled when they were fed
+
+    def observe(self, verification: Verification, verdict: Verdict) -> None:
+        """Nothing is to do before the next draft."""
+
+    def _own_ids(self, tokens: Sequence[int]) -> Sequence[int]:
+        return self._reading.extend(tokens)
+
+    def _own_ids_of(self, token: int) -> list[int]:
+        own = self._translation.shared.target_to_draft.get(token)
+        return [] if own is None else [own]
+
+    def _to_target(self, logits: Tensor) -> Tensor:
+        return self._translation.logits(logits)
+
+    def _catch_up(self, own: Sequence[int]) -> list[int]:
+        most = min(len(self._cached), len(own) - 1)  # the last is fed in any case, for its logits
+        agreed = min(self._certain, most)
+        while agreed < most and self._cached[agreed] == own[agreed]:
+            agreed += 1
+        self._backend.truncate(self._cache, agreed)
+        self._cached = list(own)
+        self._certain = len(self._reading.settled)
+        return super()._catch_up(own)
+
+    def _score(self, unseen: Sequence[int]) -> Tensor:
+        self._cached[self._cache.length :] = unseen
+        return super()._score(unseen)
