@@ -325,9 +325,9 @@ def refused(result: Result, message: str) -> None:
     [
         (
             ["--drafter", "ngarm"],
-            "Error: There is no drafter 'ngarm'. Did you mean 'ngram'? Known: none, ngram, draft:REF",
+            "Error: There is no drafter 'ngarm'. Did you mean 'ngram'? Known: none, ngram, suffix",
         ),
-        (["--drafter", "draft"], "Error: Drafter 'draft' needs a model: draft:REF"),
+        (["--drafter", "draft"], "Error: Drafter 'draft' needs more: draft:REF with a model"),
         (["--drafter", "ngram:3"], "Error: Drafter 'ngram' takes no argument"),
         (["--drafter", "draft:/no/such/model"], "Error: There is no model '/no/such/model'"),
         (["--draft-tokens", "65"], "Error: draft_tokens is 65, but must be in [0, 64]"),

@@ -76,7 +76,8 @@ def random_draft(chance: random.Random, most: int) -> Draft:
 
 def random_path(chance: random.Random, draft: Draft) -> list[int]:
     """From the root to a random node, or nowhere."""
-    node, path = chance.randrange(-1, len(draft)), []
+    path: list[int] = []
+    node = chance.randrange(-1, len(draft))
     while node >= 0:
         path.append(node)
         node = draft.parents[node]

@@ -17,9 +17,12 @@ from foredraft.engine import Engine
 from foredraft.generation import Request
 from foredraft.proposers.base import Drafter, Proposer
 from foredraft.proposers.draft_model import DraftModel
+from foredraft.proposers.early_exit import EarlyExit
+from foredraft.proposers.layer_skip import LayerSkip
 from foredraft.proposers.lookahead import Lookahead
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
+from foredraft.proposers.self_quant import SelfQuantized
 from foredraft.proposers.suffix import Suffix
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
@@ -186,6 +189,9 @@ DRAFTER_MAKERS: dict[str, Callable[[TransformersBackend, float], Drafter]] = {
     "recycling": lambda target, noise: Recycling.for_target(target),
     "lookahead": lambda target, noise: Lookahead(),
     "draft": _perturbed_draft,
+    "early_exit": lambda target, noise: EarlyExit(target, 1),
+    "layer_skip": lambda target, noise: LayerSkip(target),
+    "self_quant": lambda target, noise: SelfQuantized(target),
 }
 """How the tests make each drafter of the registry for a target; a trained one is as wrong as `noise` makes it."""
 

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
     DrafterLike: TypeAlias = str | Drafter | PreTrainedModel | None
 
-KNOWN_DRAFTERS = "none, ngram, recycling, lookahead, draft:REF, hybrid:A+B"
+KNOWN_DRAFTERS = (
+    "none, ngram, suffix, recycling, lookahead, draft:REF, early_exit:L, layer_skip[:FILE], self_quant, hybrid:A+B"
+)
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """A user's message, token ids as they are, or chat messages with `role` and `content`."""
@@ -194,11 +196,20 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise InvalidInputError(f"There is no drafter '{name}'.{hint} Known: {KNOWN_DRAFTERS}.")
-    if name == DraftModel.name and not argument:
-        raise InvalidInputError("Drafter 'draft' needs a model: draft:REF, where REF is what a model may be.")
-    if name != DraftModel.name and argument:
+    if name == "none":
+        _refuse_argument(name, argument)
+        return None
+    takes = DRAFTERS[name].argument
+    if takes == "required" and not argument:
+        raise InvalidInputError(f"Drafter '{name}' needs more: draft:REF with a model, early_exit:L with a number.")
+    if takes == "none":
+        _refuse_argument(name, argument)
+    return name, argument
+
+
+def _refuse_argument(name: str, argument: str) -> None:
+    if argument:
         raise InvalidInputError(f"Drafter '{name}' takes no argument, but was given '{argument}'.")
-    return (name, argument) if name != "none" else None
 
 
 def _parse_parts(argument: str) -> list[tuple[str, Any]]:
@@ -247,7 +258,7 @@ class Loader:
             parts = [self.drafter(part, target, tokenizer) for part in argument]
             return Hybrid([part for part in parts if part is not None])
         if name != DraftModel.name:
-            return DRAFTERS[name].for_target(target)
+            return DRAFTERS[name].for_target(target, argument)
         translation = None
         if isinstance(argument, str):
             draft, draft_tokenizer, _ = self.model(argument)

@@ -115,7 +115,7 @@ class SamplingLaw:
         return scores - params.frequency_penalty * answer - params.presence_penalty * (answer > 0)
 
     def _mask_reachable(self, scores: Tensor, draft: Draft, histories: Sequence[Sequence[int]]) -> None:
-        """Mask rows in place, but for those below a masked token: no rule gets there, and no grammar knows such text."""
+        """Mask rows in place, but for those below a masked token: no rule gets there, no grammar knows such text."""
         reachable = [True]
         self._mask(scores[0], histories[0])
         for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
+from foredraft.proposers.early_exit import EarlyExit
+from foredraft.proposers.layer_skip import LayerSkip
 from foredraft.proposers.lookahead import Lookahead
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
+from foredraft.proposers.self_quant import SelfQuantized
 from foredraft.proposers.suffix import Suffix
 
 DRAFTERS: dict[str, type[Drafter]] = {
@@ -15,4 +18,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "recycling": Recycling,
     "lookahead": Lookahead,
     "draft": DraftModel,
+    "early_exit": EarlyExit,
+    "layer_skip": LayerSkip,
+    "self_quant": SelfQuantized,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from foredraft.backends.base import Backend, KVCache
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
+
+Argument = Literal["none", "optional", "required"]
 
 
 class Verification(NamedTuple):
@@ -53,14 +55,21 @@ class Drafter(ABC):
     """How chance enters its drafts, at temperatures above 0."""
     trees: bool = False
     """Whether its drafts may branch."""
+    argument: Argument = "none"
+    """Whether it takes an argument, as in `NAME:ARGUMENT`."""
     draft_tokens: int
     """Nodes of a draft when the user does not say."""
     when_nothing_is_accepted: str
     """Likely causes of zero acceptance, for a warning."""
 
     @classmethod
-    def for_target(cls, target: Backend) -> Drafter:
-        """The drafter with its default settings, for a target."""
+    def for_target(cls, target: Backend, argument: str = "") -> Drafter:
+        """The drafter for a target, as `NAME` or `NAME:ARGUMENT` asks for it.
+
+        Raises:
+            InvalidInputError: The argument is not one that it takes.
+            UnsupportedError: It cannot draft for this target.
+        """
         return cls()
 
     def save(self, folder: Path) -> None:  # noqa: B027  (most have nothing to keep)

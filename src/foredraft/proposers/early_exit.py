@@ -8,7 +8,8 @@ from torch import Tensor
 
 from foredraft.acceptance import Draws
 from foredraft.backends.base import Backend, KVCache, Query
-from foredraft.proposers.base import Drafter, Proposer
+from foredraft.errors import InvalidInputError
+from foredraft.proposers.base import Argument, Drafter, Proposer
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft
@@ -31,6 +32,7 @@ class EarlyExit(Drafter):
     """
 
     name = "early_exit"
+    argument: Argument = "required"
     draws = Draws.ONE
     draft_tokens = 3
     when_nothing_is_accepted = "the model was not trained for early exits: try more layers"
@@ -40,6 +42,13 @@ class EarlyExit(Drafter):
         self.target = target
         self.layers = layers
         self.stop_tokens = frozenset(stop_tokens)
+
+    @classmethod
+    def for_target(cls, target: Backend, argument: str = "") -> EarlyExit:
+        """With as many layers as the argument says."""
+        if not argument.isdecimal():
+            raise InvalidInputError(f"Drafter 'early_exit:{argument}' must be early_exit:L with a number of layers L.")
+        return cls(target, int(argument), target.stop_tokens)
 
     def proposer(self, law: Law, source: RandomSource) -> EarlyExitProposer:
         """A proposer that samples as the request does. It needs the sequence's cache (`attach`)."""

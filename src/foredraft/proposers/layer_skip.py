@@ -13,6 +13,7 @@ from foredraft.backends.base import Backend
 from foredraft.backends.partial import USE_INSTEAD, fingerprint, refuse_unless_layered, sublayer_sizes, without
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import InvalidInputError, ModelError, UnsupportedError
+from foredraft.proposers.base import Argument
 from foredraft.proposers.draft_model import DraftModel
 
 _KIND, _VERSION = "skip set", 1
@@ -109,6 +110,7 @@ class LayerSkip(DraftModel):
     """
 
     name = "layer_skip"
+    argument: Argument = "optional"
     draft_tokens = 2
     when_nothing_is_accepted = "the model cannot do without these sublayers: search others with 'foredraft tune-skip'"
 
@@ -126,9 +128,11 @@ class LayerSkip(DraftModel):
         self.draft_tokens = self.skips.draft_tokens
 
     @classmethod
-    def for_target(cls, target: Backend) -> LayerSkip:
-        """With the default set."""
-        return cls(target, stop_tokens=target.stop_tokens)
+    def for_target(cls, target: Backend, argument: str = "") -> LayerSkip:
+        """With the skip set of a file, or the default one."""
+        if not argument or not isinstance(target, TransformersBackend):
+            return cls(target, stop_tokens=target.stop_tokens)
+        return cls(target, SkipSet.read(Path(argument), target.model), target.stop_tokens)
 
 
 def default_skip_set(model: Any) -> SkipSet:

@@ -41,7 +41,7 @@ class Recycling(Drafter):
         self.tries = torch.zeros(WIDTH, _BINS)
 
     @classmethod
-    def for_target(cls, target: Backend) -> Recycling:
+    def for_target(cls, target: Backend, argument: str = "") -> Recycling:
         """An empty table over the target's vocabulary."""
         return cls(target.vocab_size)
 

@@ -16,6 +16,7 @@ from foredraft.backends.base import Backend
 from foredraft.backends.partial import USE_INSTEAD, refuse_hooks, twin
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import UnsupportedError
+from foredraft.proposers.base import Argument
 from foredraft.proposers.draft_model import DraftModel
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class SelfQuantized(DraftModel):
     """
 
     name = "self_quant"
+    argument: Argument = "none"
     draft_tokens = 4
     when_nothing_is_accepted = "a few weights are so large that 8 bits do not hold the others"
 
@@ -57,7 +59,7 @@ class SelfQuantized(DraftModel):
         super().__init__(quantized, target.vocab_size, stop_tokens)
 
     @classmethod
-    def for_target(cls, target: Backend) -> SelfQuantized:
+    def for_target(cls, target: Backend, argument: str = "") -> SelfQuantized:
         """A copy of this target."""
         return cls(target, target.stop_tokens)
 

@@ -108,7 +108,7 @@ class Suffix(Drafter):
         _compile()
 
     @classmethod
-    def for_target(cls, target: Backend) -> Suffix:
+    def for_target(cls, target: Backend, argument: str = "") -> Suffix:
         """No earlier answers, default settings."""
         return cls(target.vocab_size)
 
