@@ -651,5 +651,5 @@ def test_a_streamer_for_several_sequences_is_refused(model: Any) -> None:
 
 @pytest.mark.parametrize("draft_tokens", [-1, 65])
 def test_draft_tokens_out_of_range_are_refused(draft_tokens: int, model: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"must be in \[0, 64\]"):
+    with pytest.raises(InvalidInputError, match=r"must be an integer in \[0, 64\]"):
         model.generate(**ONE, max_new_tokens=4, custom_generate=foredraft.custom_generate(draft_tokens=draft_tokens))

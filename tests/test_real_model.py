@@ -93,7 +93,7 @@ def assert_same(model: Any, prompt: Sequence[int], expected: Sequence[int], got:
     )
 
 
-def test_plain_decoding_says_what_generate_says(target: Any, plain: list[Plain], model: Model) -> None:
+def test_plain_decoding_says_what_generate_says(target: Any, plain: list[Plain]) -> None:
     for prompt, answer in plain:
         ids = torch.tensor([prompt])
         got = target.generate(
