@@ -47,6 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # as the command line would
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
 
     def run(*arguments: object, stdin: str | bytes = "") -> Result:
@@ -330,8 +331,8 @@ def refused(result: Result, message: str) -> None:
         (["--drafter", "draft"], "Error: Drafter 'draft' needs a model: draft:REF"),
         (["--drafter", "ngram:3"], "Error: Drafter 'ngram' takes no argument"),
         (["--drafter", "draft:/no/such/model"], "Error: There is no model '/no/such/model'"),
-        (["--draft-tokens", "65"], "Error: draft_tokens is 65, but must be in [0, 64]"),
-        (["--draft-tokens", "-1"], "Error: draft_tokens is -1, but must be in [0, 64]"),
+        (["--draft-tokens", "65"], "Error: draft_tokens is 65, but must be an integer in [0, 64]"),
+        (["--draft-tokens", "-1"], "Error: draft_tokens is -1, but must be an integer in [0, 64]"),
         (["--max-tokens", "0"], "Error: max_tokens is 0, but must be an integer >= 1"),
         (["--temperature", "-0.5"], "Error: temperature is -0.5, but must be a number >= 0"),
         (["--temperature", "nan"], "Error: temperature is nan, but must be a number >= 0"),
