@@ -93,7 +93,7 @@ class SamplingLaw:
         params = self._params
         if not (params.logit_bias or self._penalised or self._masked):
             return logits
-        scores = logits.double()
+        scores = logits.to(torch.float64, copy=True)  # masks are set in place
         if params.logit_bias:
             refuse_bias_beyond(scores.shape[-1], params.logit_bias)
             scores = _add_bias(scores, params.logit_bias)
@@ -115,7 +115,7 @@ class SamplingLaw:
         return scores - params.frequency_penalty * answer - params.presence_penalty * (answer > 0)
 
     def _mask_reachable(self, scores: Tensor, draft: Draft, histories: Sequence[Sequence[int]]) -> None:
-        """Mask rows in place, but for those below a masked token: no rule gets there, and no grammar knows such text."""
+        """Mask rows in place, but not below a masked token: no rule gets there, and no grammar knows such text."""
         reachable = [True]
         self._mask(scores[0], histories[0])
         for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
