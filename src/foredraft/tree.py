@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from foredraft.types import Draft
 
 
@@ -20,3 +22,17 @@ def children(draft: Draft) -> list[list[int]]:
     for node, parent in enumerate(draft.parents):
         below[parent + 1].append(node)
     return below
+
+
+def reachable(draft: Draft, possible: Callable[[int, int], bool]) -> Iterator[int]:
+    """Rows of the root and of the nodes that a rule can get to, one by one.
+
+    `possible` says whether a row's law has a token; it is asked of rows that were yielded before. Below an impossible
+    token no rule gets, and a grammar may have nothing to say there.
+    """
+    reached = [True]
+    yield 0
+    for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+        reached.append(reached[parent + 1] and possible(parent + 1, token))
+        if reached[-1]:
+            yield node + 1
