@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,11 @@ def test_an_unknown_rule_is_refused(tiny_folder: Path) -> None:
 
 
 def test_the_rule_is_passed_on(tiny_folder: Path, plain_ids: tuple[int, ...]) -> None:
-    completion = foredraft.load(tiny_folder, rule="token").generate(PROMPT, PARAMS)
-    assert completion.stats.rule == "token"
-    assert completion.ids == plain_ids
+    model = foredraft.load(tiny_folder, rule="token")
+    assert model.generate(PROMPT, replace(PARAMS, temperature=1.0)).stats.rule == "token"
+    greedy = model.generate(PROMPT, PARAMS)
+    assert greedy.stats.rule == "greedy"  # what every rule comes to there
+    assert greedy.ids == plain_ids
 
 
 # What drafts

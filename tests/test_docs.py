@@ -7,9 +7,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,8 +18,8 @@ NOT_RUN = ("git ", "make ", "pip ")  # would install, or run this suite inside i
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
 
 
-def blocks(language: str) -> list[ParameterSet]:
-    found: list[ParameterSet] = []
+def blocks(language: str) -> list[Any]:
+    found: list[Any] = []
     for page in PAGES:
         for match in re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
             found.append(pytest.param(match[1], id=f"{page.stem}-{len(found)}"))

@@ -15,7 +15,8 @@ from foredraft.engine import Engine
 from foredraft.errors import UnsupportedError
 from foredraft.proposers.base import Proposer, Verification
 from foredraft.proposers.draft_model import DraftModel, refuse_other_vocabulary
-from foredraft.sampling import RandomSource, SamplingLaw, TorchSource, probabilities
+from foredraft.randomness import RandomSource, TorchSource
+from foredraft.sampling import SamplingLaw, probabilities
 from foredraft.types import Draft, SamplingParams, Verdict
 from tiny import VOCABULARY, CountingBackend, generate, plain_chain, tiny_llama
 
@@ -31,9 +32,9 @@ class RecordingSource(TorchSource):
         self.drawn: list[int] = []
         self.weights: list[Tensor] = []
 
-    def draw(self, weights: Tensor) -> int:
+    def draw(self, weights: Tensor, depth: int = 0) -> int:
         self.weights.append(weights)
-        self.drawn.append(super().draw(weights))
+        self.drawn.append(super().draw(weights, depth))
         return self.drawn[-1]
 
 
@@ -42,6 +43,11 @@ def proposer(
 ) -> Proposer:
     drafter = DraftModel(backend, VOCABULARY, stop_tokens)
     return drafter.proposer(SamplingLaw(params), source or TorchSource(torch.Generator().manual_seed(0)))
+
+
+def rows(draft: Draft) -> Tensor:
+    """q of a drawn draft, `[K, V]`."""
+    return torch.stack([row for row in draft.q if row is not None])
 
 
 def expected_q(model: Any, tokens: Sequence[int], draft: Draft, params: SamplingParams) -> Tensor:
@@ -60,21 +66,21 @@ def tell(proposer: Proposer, draft: Draft, accepted: int) -> None:
 def test_q_is_what_it_drew_from_and_tokens_are_what_it_drew(draft_backend: TransformersBackend) -> None:
     source = RecordingSource(3)
     draft = proposer(draft_backend, SAMPLED, source).propose([5, 6, 7], 6)
-    assert draft.is_chain and draft.q is not None
+    assert draft.is_chain
     assert list(draft.tokens) == source.drawn
-    assert torch.equal(draft.q, torch.stack(source.weights))
+    assert torch.equal(rows(draft), torch.stack(source.weights))
 
 
 def test_q_is_the_law_of_the_draft_model_under_the_requests_settings(draft_backend: TransformersBackend) -> None:
     draft = proposer(draft_backend, SAMPLED).propose([5, 6, 7], 6)
-    assert draft.q is not None and draft.q.shape == (6, VOCABULARY)
-    assert torch.allclose(draft.q, expected_q(draft_backend.model, [5, 6, 7], draft, SAMPLED), atol=1e-4)
+    assert rows(draft).shape == (6, VOCABULARY)
+    assert torch.allclose(rows(draft), expected_q(draft_backend.model, [5, 6, 7], draft, SAMPLED), atol=1e-4)
 
 
 def test_greedy_drafts_are_the_argmax_and_point_masses(draft_backend: TransformersBackend) -> None:
     source = RecordingSource(0)
     draft = proposer(draft_backend, GREEDY, source).propose([5, 6, 7], 6)
-    assert draft.q is None and source.drawn == []
+    assert draft.q == (None,) * 6 and source.drawn == []
     assert list(draft.tokens) == expected_q(draft_backend.model, [5, 6, 7], draft, GREEDY).argmax(-1).tolist()
 
 
@@ -82,8 +88,7 @@ def test_greedy_drafts_are_the_argmax_and_point_masses(draft_backend: Transforme
 def test_prompts_of_any_length_are_read_whole(draft_backend: TransformersBackend, prompt_length: int) -> None:
     prompt = [(7 * i) % VOCABULARY for i in range(prompt_length)]
     draft = proposer(draft_backend, SAMPLED).propose(prompt, 3)
-    assert draft.q is not None
-    assert torch.allclose(draft.q, expected_q(draft_backend.model, prompt, draft, SAMPLED), atol=1e-4)
+    assert torch.allclose(rows(draft), expected_q(draft_backend.model, prompt, draft, SAMPLED), atol=1e-4)
 
 
 def test_cache_equals_a_fresh_prefill_after_any_acceptance(draft_backend: TransformersBackend) -> None:
@@ -92,8 +97,8 @@ def test_cache_equals_a_fresh_prefill_after_any_acceptance(draft_backend: Transf
     tokens = [1, 2, 3]
     for _ in range(60):
         draft = drafting.propose(tokens, dice.randint(0, 5))
-        if draft.q is not None:  # else nothing was proposed: the cache falls behind and must catch up later
-            assert torch.allclose(draft.q, expected_q(draft_backend.model, tokens, draft, SAMPLED), atol=1e-4)
+        if len(draft):  # else nothing was proposed: the cache falls behind and must catch up later
+            assert torch.allclose(rows(draft), expected_q(draft_backend.model, tokens, draft, SAMPLED), atol=1e-4)
         accepted = dice.randint(0, len(draft))
         tell(drafting, draft, accepted)
         tokens += [*draft.tokens[:accepted], dice.randrange(VOCABULARY)]
@@ -156,9 +161,9 @@ def test_ids_that_only_the_draft_model_has_are_never_drawn() -> None:
     for params in (SAMPLED, GREEDY):
         draft = proposer(larger, params).propose([5, 6, 7], 20)
         assert max(draft.tokens) < VOCABULARY
-        if draft.q is not None:
+        if not params.greedy:
             logits = plain_chain(larger.model, [5, 6, 7, *draft.tokens])[2:-1, :VOCABULARY]
-            assert torch.allclose(draft.q, probabilities(logits, params), atol=1e-4)
+            assert torch.allclose(rows(draft), probabilities(logits, params), atol=1e-4)
 
 
 def test_ids_that_the_draft_model_lacks_get_no_mass() -> None:
@@ -167,9 +172,10 @@ def test_ids_that_the_draft_model_lacks_get_no_mass() -> None:
         [5, 60, 7], 20
     )  # it can read them all the same: padding of its embedding
     assert max(draft.tokens) < 40
-    assert draft.q is not None and draft.q.shape == (20, VOCABULARY)
-    assert (draft.q[:, 40:] == 0).all()
-    assert torch.allclose(draft.q.sum(-1), torch.ones(20, dtype=torch.float64))
+    q = rows(draft)
+    assert q.shape == (20, VOCABULARY)
+    assert (q[:, 40:] == 0).all()
+    assert torch.allclose(q.sum(-1), torch.ones(20, dtype=torch.float64))
 
 
 def test_vocabularies_that_agree_where_both_have_a_token_are_taken() -> None:

@@ -13,7 +13,8 @@ from foredraft.engine import MOST_DRAFT_TOKENS, Engine
 from foredraft.errors import ForedraftError, InvalidInputError, UnsupportedError
 from foredraft.generation import Request
 from foredraft.proposers.base import Proposer, Verification
-from foredraft.sampling import Law, RandomSource
+from foredraft.randomness import RandomSource
+from foredraft.sampling import Law
 from foredraft.types import Completion, Event, FinishEvent, RoundEvent, SamplingParams, TokenEvent, Verdict
 from tiny import (
     DRAFTER_MAKERS,
@@ -386,7 +387,7 @@ def test_a_bad_request_is_refused_before_any_starts(prompt: list[int], says: str
 
 
 def test_stop_strings_need_a_tokenizer(target: TransformersBackend) -> None:
-    with pytest.raises(InvalidInputError, match="Stop strings need a tokenizer"):
+    with pytest.raises(InvalidInputError, match="Stop strings and bad words need a tokenizer"):
         generate(Engine(target), PROMPT, greedy(stop="end"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from transformers import (
 )
 
 import foredraft
-from chance import FALSE_FAILURE, g_test
 from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.proof.statistics import g_test
 from foredraft.proposers.ngram import NGram
 from tiny import Oracle, perturbed, seeded, tiny_llama
 
@@ -469,13 +470,13 @@ def test_samples_follow_generates_own_law(kind: str, options: dict[str, Any], sm
     prompt = [1, 2, 1, 3, 2, 1, 2, 1]  # so that ngram drafts at once
     drafter = perturbed(small, 0.3) if kind == "draft model" else "ngram"
     drawn = samples(small, drafter, prompt, 3, **options)
-    assert g_test(drawn, own_law(small, prompt, 3, **options)) > FALSE_FAILURE
+    assert g_test(Counter(drawn), own_law(small, prompt, 3, **options)).passed
 
 
 def test_the_test_above_tells_laws_apart(small: Any) -> None:
     prompt = [1, 2, 1, 3, 2, 1, 2, 1]
     drawn = samples(small, "ngram", prompt, 3, temperature=0.7, top_k=0)
-    assert g_test(drawn, own_law(small, prompt, 3, temperature=1.0, top_k=0)) < FALSE_FAILURE
+    assert not g_test(Counter(drawn), own_law(small, prompt, 3, temperature=1.0, top_k=0)).passed
 
 
 def test_the_law_past_an_end_token_is_generates_own(small: Any) -> None:
@@ -487,7 +488,7 @@ def test_the_law_past_an_end_token_is_generates_own(small: Any) -> None:
         cut = [*kept, end][:3]
         padded = tuple(cut + [PAD] * (3 - len(cut)))
         law[padded] = law.get(padded, 0.0) + mass
-    assert g_test(drawn, law) > FALSE_FAILURE
+    assert g_test(Counter(drawn), law).passed
 
 
 def test_sampling_draws_from_torchs_global_generator(model: Any, drafter: Any) -> None:
@@ -591,6 +592,25 @@ def test_an_argument_that_the_decoding_does_not_know_is_refused(model: Any) -> N
     nothing = LogitsProcessorList()
     with pytest.raises(UnsupportedError, match="was given pixel_values, token_type_ids: leave it out"):
         decode(model, PROMPT, nothing, None, model.generation_config, token_type_ids=PROMPT, pixel_values=PROMPT)
+
+
+def test_a_constraint_is_asked_only_about_text_that_it_allows(model: Any) -> None:
+    """ngram drafts 42, 7, of which the constraint allows the first alone; below 7 it has nothing to say."""
+    ids = torch.tensor([[40, 41, 42, 7, 40, 41, 42, 7, 40, 41]])
+    answer = list(range(42, 48))
+
+    def constraint(_: int, ids: torch.Tensor) -> list[int]:
+        said = ids.tolist()[10:]
+        return [answer[len(said)]] if said == answer[: len(said)] else []
+
+    got = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=len(answer),
+        prefix_allowed_tokens_fn=constraint,
+        custom_generate=foredraft.custom_generate(),
+    )
+    assert got[0, 10:].tolist() == answer
 
 
 def test_padding_on_the_right_is_refused(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""The pipeline is transformers' own, and draws follow their weights."""
+"""Temperature, top-k, top-p and min-p are transformers' own. (What needs a history: test_law.)"""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from chance import FALSE_FAILURE, g_test
 from foredraft.errors import ModelError
-from foredraft.sampling import SamplingLaw, TorchSource, one_hot_argmax, probabilities
+from foredraft.randomness import TorchSource
+from foredraft.sampling import SamplingLaw, one_hot_argmax, probabilities
 from foredraft.types import Draft, SamplingParams
 
 
@@ -118,71 +116,6 @@ def test_law_of_settings_is_their_pipeline() -> None:
     assert not law.greedy and SamplingLaw(SamplingParams()).greedy
 
 
-# Draws
-
-
-weights_with_zeros = st.lists(
-    st.one_of(st.just(0.0), st.floats(min_value=0.0, max_value=1e6, allow_subnormal=True)), min_size=1, max_size=40
-).filter(lambda weights: sum(weights) > 0)
-
-
-class FixedSource(TorchSource):
-    """Takes a given number for the uniform one."""
-
-    def __init__(self, uniform: float) -> None:
-        super().__init__()
-        self.fixed = uniform
-
-    def _uniform(self) -> float:
-        return self.fixed
-
-
-@example(weights=[5e-324, 0.0], uniform=0.9)  # 0.9 of the least number rounds up to it
-@given(weights=weights_with_zeros, uniform=st.floats(min_value=0.0, max_value=1.0, exclude_max=True))
-def test_what_has_no_weight_is_never_drawn(weights: list[float], uniform: float) -> None:
-    for edge in (uniform, 0.0, 1.0 - 2.0**-53):  # the least and the largest that a generator gives
-        assert weights[FixedSource(edge).draw(torch.tensor(weights, dtype=torch.float64))] > 0
-
-
-@given(weights=weights_with_zeros, seed=st.integers(0, 2**32))
-def test_what_has_no_weight_is_never_drawn_from_a_generator(weights: list[float], seed: int) -> None:
-    source, tensor = TorchSource(seeded(seed)), torch.tensor(weights, dtype=torch.float64)
-    assert all(weights[source.draw(tensor)] > 0 for _ in range(5))
-
-
-def test_a_coin_of_0_never_and_of_1_always_falls() -> None:
-    source = TorchSource(seeded())
-    assert not any(source.coin(0.0) for _ in range(1000))
-    assert all(source.coin(1.0) for _ in range(1000))
-    assert not FixedSource(0.0).coin(0.0) and FixedSource(1.0 - 2.0**-53).coin(1.0)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6], ids=["normalised", "small", "large"])
-def test_draws_follow_the_weights(scale: float) -> None:
-    # 20000 draws: a sampler whose KL divergence from the law is 0.003 fails with probability 0.999.
-    law = {0: 0.5, 1: 0.0, 2: 0.3, 3: 0.15, 4: 0.049, 5: 0.001}
-    source, weights = TorchSource(seeded(4)), torch.tensor(list(law.values()), dtype=torch.float64) * scale
-    assert g_test([source.draw(weights) for _ in range(20_000)], law) > FALSE_FAILURE
-
-
-def test_coins_fall_with_their_probability() -> None:
-    source = TorchSource(seeded(5))
-    assert g_test([source.coin(0.3) for _ in range(20_000)], {True: 0.3, False: 0.7}) > FALSE_FAILURE
-
-
-def test_the_test_of_draws_rejects_a_wrong_law() -> None:
-    source, weights = TorchSource(seeded(6)), torch.tensor([0.5, 0.5])
-    assert g_test([source.draw(weights) for _ in range(20_000)], {0: 0.45, 1: 0.55}) < FALSE_FAILURE
-
-
-def test_a_source_is_private_and_reproduces() -> None:
-    before = torch.get_rng_state()
-    weights = torch.ones(100)
-    first, second = TorchSource(seeded(8)), TorchSource(seeded(8))
-    assert [first.draw(weights) for _ in range(20)] == [second.draw(weights) for _ in range(20)]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
 def test_the_device_changes_neither_law_nor_draws() -> None:
@@ -194,16 +127,3 @@ def test_the_device_changes_neither_law_nor_draws() -> None:
         here, there = TorchSource(seeded(10)), TorchSource(seeded(10))
         # A draw differs if its number falls between two roundings of a sum: less than 1e-10 a draw.
         assert [here.draw(p[0]) for _ in range(50)] == [there.draw(on_device[0]) for _ in range(50)]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
-def test_what_has_no_weight_is_never_drawn_on_a_gpu() -> None:
-    generator = seeded(11)
-    weights = torch.rand(50_000, generator=generator, dtype=torch.float64)
-    weights[torch.rand(50_000, generator=generator) < 0.5] = 0.0
-    on_device = weights.to("cuda")
-    sums = on_device.cumsum(0).cpu()
-    steps = ((weights[1:] == 0) & (sums.diff() > 0)).nonzero()[:100, 0]  # parallel sums: uneven by a rounding
-    for below in sums[steps].tolist():
-        assert weights[FixedSource(below / sums[-1].item()).draw(on_device)] > 0

@@ -18,7 +18,8 @@ from foredraft.generation import Request
 from foredraft.proposers.base import Drafter, Proposer
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.ngram import NGram
-from foredraft.sampling import Law, RandomSource
+from foredraft.randomness import RandomSource
+from foredraft.sampling import Law
 from foredraft.types import Completion, Draft, Event, FinishEvent, RoundEvent, SamplingParams, TokenEvent
 
 _FAST: Any = PreTrainedTokenizerFast  # its constructor has no type hints

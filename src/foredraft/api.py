@@ -18,7 +18,7 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Request
-from foredraft.models import Notify, file_key, resolve
+from foredraft.models import ModelFiles, Notify, file_key, resolve
 from foredraft.proposers import DRAFTERS
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel, refuse_other_vocabulary
@@ -75,12 +75,13 @@ def load(
     loader = Loader(cache, device=device, dtype=dtype, notify=notify)
     choice = parse_drafter(drafter)  # a wrong name is told before anything is loaded
     if isinstance(model, (str, Path)):
-        target, tokenizer = loader.backend(str(model))
+        target, tokenizer, files = loader.model(str(model))
     elif tokenizer is None:
         raise InvalidInputError("A transformers model was given without its tokenizer: pass tokenizer=…")
     else:
-        target = TransformersBackend(model, _vocabulary_size(tokenizer))
-    return Model(target, tokenizer, loader.drafter(choice, target, tokenizer), draft_tokens=draft_tokens, rule=rule)
+        target, files = TransformersBackend(model, _vocabulary_size(tokenizer)), None
+    ready = loader.drafter(choice, target, tokenizer)
+    return Model(target, tokenizer, ready, draft_tokens=draft_tokens, rule=rule, files=files)
 
 
 class Model:
@@ -94,8 +95,10 @@ class Model:
         *,
         draft_tokens: int | None = None,
         rule: str | None = None,
+        files: ModelFiles | None = None,
     ) -> None:
         self.backend = backend
+        self.files = files
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.engine = Engine(
@@ -109,7 +112,7 @@ class Model:
 
     def plain(self) -> Model:
         """The same target without drafting: what every speculative run is compared with."""
-        return Model(self.backend, self.tokenizer, None)
+        return Model(self.backend, self.tokenizer, None, files=self.files)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool | None = None) -> Completion:
         """The completion of one prompt; see `stream`."""
@@ -206,13 +209,13 @@ class Loader:
         self._cache = Path(cache) if cache is not None else cache_folder()
         self._device, self._dtype, self._notify = device, dtype, notify
 
-    def backend(self, reference: str) -> tuple[TransformersBackend, PreTrainedTokenizerBase]:
-        """The model that a reference names, and its tokenizer."""
+    def model(self, reference: str) -> tuple[TransformersBackend, PreTrainedTokenizerBase, ModelFiles]:
+        """The model that a reference names, its tokenizer, and where it lies."""
         files = resolve(reference, self._cache, self._notify)
         converted = self._cache / "converted" / file_key(files.path) if files.is_gguf else None
         self._notify(f"Loading {reference}")
         model, tokenizer = load_checkpoint(files.path, device=self._device, dtype=self._dtype, converted=converted)
-        return TransformersBackend(model, _vocabulary_size(tokenizer)), tokenizer
+        return TransformersBackend(model, _vocabulary_size(tokenizer)), tokenizer, files
 
     def drafter(
         self, choice: tuple[str, Any] | None, target: Backend, tokenizer: PreTrainedTokenizerBase | None
@@ -226,7 +229,7 @@ class Loader:
         if name != DraftModel.name:
             return DRAFTERS[name]()
         if isinstance(argument, str):
-            draft, draft_tokenizer = self.backend(argument)
+            draft, draft_tokenizer, _ = self.model(argument)
             rows = draft.model.get_input_embeddings().num_embeddings
             assert tokenizer is not None
             refuse_other_vocabulary(tokenizer.get_vocab(), draft_tokenizer.get_vocab(), rows)

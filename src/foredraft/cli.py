@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -25,6 +26,7 @@ from foredraft.types import FinishEvent, SamplingParams, TokenEvent
 if TYPE_CHECKING:
     from foredraft.api import Model
     from foredraft.models import Notify
+    from foredraft.proof.verify import Certificate
     from foredraft.types import Completion, Origin, Stats
 
 app = typer.Typer(
@@ -90,6 +92,28 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that hold this much probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, makes every token seen so far less likely.")
+    ] = 1.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off a token's logit for each use in the answer.")
+    ] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken off once if the answer has the token.")] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=VALUE: added to that token's logit; repeatable.")
+    ] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Never write this; repeatable.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="Do not end before this many tokens.")] = 0,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: log-probabilities of each token and of the N likeliest, N up to 20."),
+    ] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="Acceptance rule: seed-exact, block or token; the default suits the drafter.")
+    ] = None,
+    lossy_typical: Annotated[
+        bool, typer.Option("--lossy-typical", help="Accept whatever is likely enough. LOSSY: the text changes.")
+    ] = False,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the random source; the same seed gives the same text.")
     ] = None,
@@ -113,6 +137,13 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=_parse_bias(logit_bias or ()),
+        bad_words=tuple(bad_word or ()),
+        min_tokens=min_tokens,
+        logprobs=logprobs,
         seed=seed,
         stop=tuple(stop or ()),
     )
@@ -121,7 +152,8 @@ def generate(
         raise InvalidInputError("The prompt is empty: give some text.")
     chat = False if no_chat else None
     with _progress() as notify:
-        options = {"draft_tokens": draft_tokens, "device": device, "dtype": dtype}
+        chosen = _parse_rule(rule, lossy_typical)
+        options = {"draft_tokens": draft_tokens, "rule": chosen, "device": device, "dtype": dtype}
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         if compare:
             notify("Warming up")
@@ -145,7 +177,51 @@ def generate(
         typer.echo(json.dumps(_report(completion, plain, settings), ensure_ascii=False))
     else:
         _show_figures(out, completion, plain)
-    if plain is not None and params.greedy and plain.ids != completion.ids:
+    if plain is not None and plain.ids != completion.ids and completion.stats.rule in ("greedy", "seed-exact"):
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
+    drafter: Annotated[str, typer.Option(help="What drafts: ngram or draft:REF.")] = "ngram",
+    draft_tokens: Annotated[int | None, typer.Option(help="Most tokens to draft a round.")] = None,
+    rule: Annotated[str | None, typer.Option(help="Acceptance rule; the default suits the drafter.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Your own prompts, one a line.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to compare for each prompt.")] = 48,
+    samples: Annotated[int, typer.Option(help="Answers to draw in the sampled test; 0 leaves it out.")] = 300,
+    out: Annotated[Path | None, typer.Option(help="Folder for certificate.json and certificate.html.")] = None,
+    control: Annotated[
+        str | None, typer.Option("--break", help="Make a known mistake; the proof must then fail. 'list' shows them.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")] = "auto",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")] = False,
+) -> None:
+    """Prove that speculation changes nothing: enumerated laws, equal text, a sampled test, and a certificate.
+
+    The exit status is 1 if anything failed, as it must with --break.
+    """
+    from foredraft.proof import certificate as files
+    from foredraft.proof.controls import CONTROLS
+    from foredraft.proof.verify import PROMPTS
+    from foredraft.proof.verify import verify as run
+
+    if control == "list":
+        for known in CONTROLS.values():
+            typer.echo(f"{known.name:<18} {known.mistake}")
+        return
+    texts = list(PROMPTS) if prompts is None else [line for line in _read(prompts).splitlines() if line.strip()]
+    with _progress() as notify:
+        options = {"draft_tokens": draft_tokens, "rule": rule, "device": device, "dtype": dtype}
+        loaded = _load(model, drafter, notify, verbose=verbose, **options)
+        result = run(loaded, prompts=texts, max_tokens=max_tokens, samples=samples, control=control, notify=notify)
+    console = Console(highlight=False)
+    _show_certificate(console, result)
+    if out is not None:
+        record, page = files.write(result, out)
+        console.print(f"written: {record} and {page.name}", soft_wrap=True)
+    if not result.passed:
         raise typer.Exit(1)
 
 
@@ -210,6 +286,29 @@ def _load(model: str, drafter: str, notify: Notify, *, verbose: bool, **options:
     return load(model, drafter, notify=notify, **options)
 
 
+def _parse_bias(pairs: Sequence[str]) -> dict[int, float]:
+    bias = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise InvalidInputError(f"logit-bias is '{pair}', but must be ID=VALUE, such as 314=-5.") from None
+    return bias
+
+
+def _parse_rule(rule: str | None, lossy_typical: bool) -> str | None:
+    from foredraft.acceptance import RULES
+
+    if lossy_typical:
+        if rule is not None:
+            raise InvalidInputError(f"--lossy-typical is a rule of its own: leave --rule {rule} out.")
+        return "lossy-typical"
+    if rule is not None and rule in RULES and RULES[rule].lossy:
+        raise InvalidInputError(f"Rule '{rule}' changes the text: ask for it by --{rule}.")
+    return rule
+
+
 def _stream(model: Model, text: str, params: SamplingParams, chat: bool | None, out: Console) -> Completion:
     completion = None
     for event in model.stream(text, params, chat=chat):
@@ -230,6 +329,41 @@ def _show(out: Console, text: str, style: str = "") -> None:
         out.file.flush()
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"Cannot read {file} ({error}): give a text file.") from error
+
+
+def _show_certificate(console: Console, result: Certificate) -> None:
+    table = Table("check", "", "result", "", box=None, header_style="bold", padding=(0, 2, 0, 0))
+
+    def add(check: str, detail: str, figure: str, passed: bool) -> None:
+        table.add_row(check, detail, figure, "passed" if passed else "FAILED", style=None if passed else "red")
+
+    for law in result.enumerated:
+        add(f"law of {law.rule}", f"{law.kind}, {law.cases} cases", f"TV {law.total_variation:.1e}", law.passed)
+    for row in result.equality:
+        near = len(row.differences) - row.defects
+        figure = f"{row.defects} defects, {near} near-ties"
+        add("same text", f"{row.setting}: {row.prompts} prompts, {row.tokens} tokens", figure, not row.defects)
+    if result.sampled is not None:
+        test = result.sampled
+        add("sampled law", f"{test.samples} answers, {test.cells} cells", f"p-value {test.p_value:.2g}", test.passed)
+    console.print(table)
+    for row in result.equality:
+        for d in row.differences:
+            console.print(
+                f"{row.setting}, prompt {d.prompt + 1}, token {d.position + 1}: plain {d.plain_token}, speculative "
+                f"{d.other_token}, lead {d.gap:.2e}, drift {d.drift:.2e}: {d.verdict}"
+            )
+    verdict = "passed" if result.passed else "FAILED"
+    console.print(
+        Text(f"\n{verdict}: speculation with {result.settings['drafter']} and rule {result.settings['rule']}")
+    )
+
+
 def _show_figures(out: Console, completion: Completion, plain: Completion | None) -> None:
     """Legend, verdict and table: on standard error, or after the answer where that is a terminal as well."""
     console = out if out.is_terminal else Console(stderr=True, highlight=False)
@@ -248,8 +382,9 @@ def _show_figures(out: Console, completion: Completion, plain: Completion | None
 def _verdict(completion: Completion, plain: Completion) -> str:
     if plain.ids == completion.ids:
         return f"yes ({len(plain.ids)} tokens)"
-    if not completion.settings.greedy:
-        return f"not expected (sampled with rule '{completion.stats.rule}': the same law, other draws)"
+    if completion.stats.rule not in ("greedy", "seed-exact"):
+        law = "another law" if completion.stats.rule.startswith("lossy") else "the same law, other draws"
+        return f"not expected (rule '{completion.stats.rule}': {law})"
     pairs = zip(plain.ids, completion.ids, strict=False)
     shorter = min(len(plain.ids), len(completion.ids))
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
@@ -288,6 +423,7 @@ def _report(completion: Completion, plain: Completion | None, settings: dict[str
         },
         "stats": completion.stats.to_dict(),
         "warnings": completion.warnings,
+        "logprobs": completion.logprobs,
     }
     if plain is not None:
         report["compare"] = {"identical": plain.ids == completion.ids, "ids": plain.ids, "stats": plain.stats.to_dict()}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from time import perf_counter
 
-from foredraft.acceptance import RULES
+from foredraft.acceptance import RULES, Draws, Rule
 from foredraft.backends.base import Backend, Query
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Generation, Request, Setup
 from foredraft.proposers.base import Drafter, Verification
-from foredraft.text import Decodes
+from foredraft.text import TextTokenizer
 from foredraft.types import Event
 
 MOST_DRAFT_TOKENS = 64
@@ -37,7 +37,7 @@ class Engine:
         backend: Backend,
         drafter: Drafter | None = None,
         *,
-        tokenizer: Decodes | None = None,
+        tokenizer: TextTokenizer | None = None,
         stop_tokens: Collection[int] = (),
         draft_tokens: int | None = None,
         rule: str | None = None,
@@ -50,10 +50,10 @@ class Engine:
             )
         if rule is not None and rule not in RULES:
             raise InvalidInputError(f"There is no acceptance rule '{rule}'; known: {', '.join(RULES)}.")
-        if drafter is not None and drafter.trees:
-            _refuse_trees(drafter, backend, rule)
+        if drafter is not None:
+            _refuse_misfits(drafter, backend, RULES[rule] if rule is not None else None)
         self._backend = backend
-        self._setup = Setup(
+        self.setup = Setup(
             backend=backend,
             drafter=drafter if draft_tokens else None,
             tokenizer=tokenizer,
@@ -68,7 +68,7 @@ class Engine:
         Raises:
             InvalidInputError: A request is not right; all are checked before the first one starts.
         """
-        running = {index: Generation(request, self._setup) for index, request in enumerate(requests)}
+        running = {index: Generation(request, self.setup) for index, request in enumerate(requests)}
         for generation in running.values():
             generation.start()
         while running:
@@ -86,8 +86,8 @@ class Engine:
 
         for (index, g), draft, logits in zip(running.items(), drafts, scored, strict=True):
             started = perf_counter()
-            p = g.law(g.tokens, draft, logits)
-            verdict = g.rule.decide(draft, p, g.source)
+            p = g.score(draft, logits)
+            verdict = g.rule.decide(draft, p, g.source.at(len(g.tokens)))
             verdict, events = g.emit(verdict)
             self._backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
             accept_seconds = perf_counter() - started
@@ -95,11 +95,17 @@ class Engine:
             yield from ((index, event) for event in events)
 
 
-def _refuse_trees(drafter: Drafter, backend: Backend, rule: str | None) -> None:
-    advice = "Use a drafter of chains, such as 'ngram' or 'draft:REF'."
-    if not backend.capabilities.trees:
+def _refuse_misfits(drafter: Drafter, backend: Backend, rule: Rule | None) -> None:
+    if drafter.trees and not backend.capabilities.trees:
         raise UnsupportedError(
-            f"Drafter '{drafter.name}' drafts trees, which backend '{backend.name}' cannot verify. {advice}"
+            f"Drafter '{drafter.name}' drafts trees, which backend '{backend.name}' cannot verify. "
+            "Use a drafter of chains, such as 'ngram' or 'draft:REF'."
         )
-    if rule is not None and not RULES[rule].trees:
-        raise UnsupportedError(f"Drafter '{drafter.name}' drafts trees, which rule '{rule}' does not accept. {advice}")
+    if rule is None or rule.greedy:
+        return
+    if (drafter.trees and not rule.trees) or drafter.draws > rule.draws:
+        kind = ("trees" if drafter.trees else "chains") + ("" if drafter.draws is Draws.POINT else " of drawn tokens")
+        fit = [r.name for r in RULES.values() if not r.lossy and r.draws >= drafter.draws and r.trees >= drafter.trees]
+        raise UnsupportedError(
+            f"Drafter '{drafter.name}' drafts {kind}, which rule '{rule.name}' does not accept. Use {' or '.join(fit)}."
+        )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
-from foredraft.acceptance import Rule, default_rule
+from foredraft.acceptance import RULES, Draws, Rule, default_rule
 from foredraft.backends.base import Backend, KVCache
 from foredraft.errors import InvalidInputError
 from foredraft.metrics import summarize, zero_acceptance
 from foredraft.proposers.base import Drafter, Verification
-from foredraft.sampling import Law, RandomSource, SamplingLaw, TorchSource
-from foredraft.text import Decodes, TextStream
+from foredraft.randomness import KeyedSource, RandomSource, TorchSource
+from foredraft.sampling import AllowedTokens, Law, SamplingLaw, refuse_bias_beyond
+from foredraft.text import TextStream, TextTokenizer, word_ids
 from foredraft.types import (
     Completion,
     Draft,
@@ -35,14 +38,15 @@ from foredraft.types import (
 class Request:
     """One prompt and how to continue it.
 
-    The last four fields serve callers who bring their own sampling law, randomness, test for the end (it is given all
-    tokens so far), or a KV cache that holds the beginning of the prompt already; else all follow from `params`.
+    `allowed` masks tokens by what came before (grammars). The other fields serve callers who bring their own sampling
+    law, test for the end (it is given all tokens so far), or a KV cache that holds the beginning of the prompt already;
+    else all follow from `params`.
     """
 
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    allowed: AllowedTokens | None = None
     law: Law | None = None
-    source: RandomSource | None = None
     halt: Callable[[Sequence[int]], bool] | None = None
     cache: KVCache | None = None
 
@@ -53,10 +57,27 @@ class Setup:
 
     backend: Backend
     drafter: Drafter | None
-    tokenizer: Decodes | None
+    tokenizer: TextTokenizer | None
     stop_tokens: Collection[int]
     draft_tokens: int
     rule: Rule | None
+
+    def rule_for(self, greedy: bool) -> Rule:
+        """The acceptance rule of a request.
+
+        Raises:
+            InvalidInputError: The rule that was asked for is right at temperature 0 only, and this is not.
+        """
+        if greedy:  # what every rule comes to where all rows are one-hot
+            return RULES["greedy"]
+        if self.rule is None:
+            drafter = self.drafter
+            return (
+                default_rule(drafter.draws, drafter.trees) if drafter is not None else default_rule(Draws.POINT, False)
+            )
+        if self.rule.greedy:
+            raise InvalidInputError(f"Rule '{self.rule.name}' fits temperature 0 only: leave the rule open.")
+        return self.rule
 
 
 class Generation:
@@ -73,17 +94,24 @@ class Generation:
         self._limit = len(self.tokens) + params.max_tokens
         if setup.backend.context is not None:
             self._limit = min(self._limit, setup.backend.context)
-        if params.stop and setup.tokenizer is None:
-            raise InvalidInputError("Stop strings need a tokenizer, and there is none here.")
+        if (params.stop or params.bad_words) and setup.tokenizer is None:
+            raise InvalidInputError("Stop strings and bad words need a tokenizer, and there is none here.")
+        refuse_bias_beyond(setup.backend.vocab_size, params.logit_bias)
         seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
         self._settings = replace(params, seed=seed)
-        self.source = request.source or TorchSource(torch.Generator().manual_seed(seed))
-        self.law = request.law or SamplingLaw(params)
-        self.rule = setup.rule or default_rule(self.law.greedy)
-        if self.rule.name == "greedy" and not self.law.greedy:
-            raise InvalidInputError("Rule 'greedy' fits temperature 0 only; leave the rule open or use 'token'.")
         self._halt = request.halt
         self._stop_tokens = frozenset() if params.ignore_eos else frozenset(setup.stop_tokens)
+        self.law = request.law or SamplingLaw(
+            params,
+            prompt_length=len(self.tokens),
+            stop_tokens=setup.stop_tokens,
+            bad_words=word_ids(setup.tokenizer, params.bad_words) if setup.tokenizer is not None else (),
+            allowed=request.allowed,
+        )
+        self.rule = setup.rule_for(self.law.greedy)
+        self.source: RandomSource = (
+            KeyedSource(seed) if self.rule.keyed else TorchSource(torch.Generator().manual_seed(seed))
+        )
         self._text = TextStream(setup.tokenizer, params.stop) if setup.tokenizer is not None else None
         self._setup = setup
         self.cache = request.cache or setup.backend.new_cache()
@@ -92,6 +120,8 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self._pieces: list[str] = []
         self._origins: list[Origin] = []
+        self._logprobs: list[Mapping[int, float]] = []
+        self._logprob_rows: Tensor | None = None
         self._rounds: list[RoundStats] = []
         self._draft_cost = (0, 0.0)  # forwards and seconds of the draft now in flight
         self._started = self._first_token = 0.0
@@ -112,21 +142,39 @@ class Generation:
         self._draft_cost = (self._proposer.forwards - forwards, perf_counter() - started)
         return draft
 
+    def score(self, draft: Draft, logits: Tensor) -> Tensor:
+        """The target's law at the root and at every node, `[N+1, V]`."""
+        if self._settings.logprobs is not None:
+            self._logprob_rows = self.law.logprobs(self.tokens, draft, logits)
+        return self.law(self.tokens, draft, logits)
+
     def emit(self, verdict: Verdict) -> tuple[Verdict, list[Event]]:
         """Append the verdict's tokens in order; what follows one that ends the answer never happened.
 
         Returns the part of the verdict that counts and the events of its tokens.
         """
         events: list[Event] = []
-        for token, origin in zip(verdict.tokens, verdict.origins, strict=True):
+        rows = (0, *(node + 1 for node in verdict.path))  # the row of p that each token was judged by
+        for row, token, origin in zip(rows, verdict.tokens, verdict.origins, strict=True):
             self.tokens.append(token)
             self._origins.append(origin)
-            events.append(TokenEvent(token, origin, self._read(token)))
+            events.append(TokenEvent(token, origin, self._read(token), self._note_logprobs(row, token)))
             if self.finish_reason is not None:
                 break
         kept = len(events)
         rejected = verdict.rejected and kept == len(verdict.tokens)
         return Verdict(verdict.path[:kept], verdict.tokens[:kept], rejected), events
+
+    def _note_logprobs(self, row: int, token: int) -> Mapping[int, float] | None:
+        count = self._settings.logprobs
+        if count is None or self._logprob_rows is None:
+            return None
+        values = self._logprob_rows[row]
+        best = values.topk(min(count, len(values)))
+        likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        noted = {token: float(values[token])} | {i: value for i, value in likeliest if value > -math.inf}
+        self._logprobs.append(noted)
+        return noted
 
     def _read(self, token: int) -> str:
         """Look for the end of the answer in this token; return the text it sets free."""
@@ -169,7 +217,6 @@ class Generation:
     def _finish(self, reason: FinishReason, now: float) -> FinishEvent:
         drafter = self._setup.drafter
         held = "" if self._text is None or reason == "stop_string" else self._text.flush()
-        warning = zero_acceptance(self._rounds, drafter.when_nothing_is_accepted) if drafter is not None else None
         completion = Completion(
             text="".join([*self._pieces, held]),
             ids=tuple(self.tokens[self._prompt_length :]),
@@ -184,9 +231,16 @@ class Generation:
                 rule=self.rule.name,
                 backend=self._setup.backend.name,
             ),
-            warnings=(warning,) if warning is not None else (),
+            warnings=self._warnings(),
+            logprobs=tuple(self._logprobs) if self._settings.logprobs is not None else None,
         )
         return FinishEvent(held, completion)
+
+    def _warnings(self) -> tuple[str, ...]:
+        drafter = self._setup.drafter
+        idle = zero_acceptance(self._rounds, drafter.when_nothing_is_accepted) if drafter is not None else None
+        lossy = f"Rule '{self.rule.name}' is lossy: the model by itself would write another text."
+        return tuple(w for w in (idle, lossy if self.rule.lossy else None) if w is not None)
 
 
 def _checked_prompt(prompt: Sequence[int], backend: Backend) -> list[int]:

@@ -22,8 +22,8 @@ from foredraft.backends.transformers import TransformersBackend, TransformersCac
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Request
-from foredraft.sampling import TorchSource, one_hot_argmax
-from foredraft.tree import paths
+from foredraft.sampling import one_hot_argmax
+from foredraft.tree import paths, reachable
 from foredraft.types import Draft, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
@@ -125,9 +125,8 @@ def custom_generate(
         requests = [
             Request(
                 row.prompt,
-                SamplingParams(max_tokens=generation_config.max_length - input_ids.shape[1]),
+                SamplingParams(max_tokens=generation_config.max_length - input_ids.shape[1], seed=_fresh_seed()),
                 law=_ProcessorLaw(row, logits_processor, greedy=not generation_config.do_sample),
-                source=TorchSource(),
                 halt=row.halt(stopping_criteria),
                 cache=cache,
             )
@@ -191,15 +190,22 @@ class _ProcessorLaw:
 
     def __call__(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
         """Distributions `[N+1, V]`; see `foredraft.sampling.Law`."""
-        scores = logits.float()
-        if len(self._processors):
-            scores = torch.cat(
-                [
-                    self._process(self._row.seen([*history, *path]).to(row.device), row)
-                    for path, row in zip([(), *paths(draft)], scores, strict=True)
-                ]
-            )
+        scores = self._scores(history, draft, logits)
         return one_hot_argmax(scores) if self.greedy else scores.double().softmax(-1)
+
+    def logprobs(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
+        """Log-probabilities `[N+1, V]`; see `foredraft.sampling.Law`."""
+        return self._scores(history, draft, logits).double().log_softmax(-1)
+
+    def _scores(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
+        scores = logits.float()
+        if not len(self._processors):
+            return scores
+        scores = scores.clone()
+        histories = [[*history, *path] for path in [(), *paths(draft)]]
+        for row in reachable(draft, lambda row, token: bool(scores[row, token] > -torch.inf)):
+            scores[row] = self._process(self._row.seen(histories[row]).to(scores.device), scores[row])[0]
+        return scores
 
     def _process(self, ids: Tensor, scores: Tensor) -> Tensor:
         batch = self._processors(ids, scores.repeat(len(ids), 1))
@@ -225,6 +231,11 @@ def _refuse_what_cannot_be_had(config: GenerationConfig, processors: Processors,
     unknown = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _UNUSED)
     if unknown:
         raise UnsupportedError(f"custom_generate takes text alone, but was given {', '.join(unknown)}: leave it out.")
+
+
+def _fresh_seed() -> int:
+    """A seed from torch's global generator, so that `torch.manual_seed` governs this decoding as it does `generate`."""
+    return int(torch.randint(2**62, ()))
 
 
 def _masks(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:

@@ -1,60 +1,28 @@
 """From logits to the law that speculation sees, and the randomness that draws from it.
 
-The order is transformers' own: temperature, top-k, top-p, min-p. Everything after this module is about `p` and `q`,
-distributions that went through the whole pipeline; raw logits never reach an acceptance rule.
+The settings apply in this order, which is that of transformers' processors where both have a setting:
+
+    logit bias, repetition penalty, frequency and presence penalties, bad words, min tokens, allowed tokens,
+    temperature, top-k, top-p, min-p
+
+at every node of a draft with that node's own history: the committed tokens and its ancestors, nothing else. Everything
+after this module is about `p` and `q`, distributions that went through all of it; no rule ever sees raw logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from foredraft.errors import ModelError
+from foredraft.errors import InvalidInputError, ModelError
+from foredraft.tree import paths, reachable
 from foredraft.types import Draft, SamplingParams
 
-
-class RandomSource(Protocol):
-    """The coin flips and draws of one request. Rules take no other randomness, so a proof can replay every branch."""
-
-    def coin(self, probability: float) -> bool:
-        """True with `probability`."""
-        ...
-
-    def draw(self, weights: Tensor) -> int:
-        """An index drawn in proportion to `weights`, `[V]`, non-negative with a positive sum."""
-        ...
-
-
-class TorchSource:
-    """A `RandomSource` over a torch generator, or over torch's global one when none is given.
-
-    Uniform numbers are float64 and are inverted through the cumulative weights, so the draws depend on the generator
-    and the weights alone, not on the device the weights live on.
-    """
-
-    def __init__(self, generator: torch.Generator | None = None) -> None:
-        self._generator = generator
-        self._device = generator.device if generator is not None else torch.device("cpu")
-
-    def _uniform(self) -> float:
-        return torch.rand((), dtype=torch.float64, generator=self._generator, device=self._device).item()
-
-    def coin(self, probability: float) -> bool:
-        """True with `probability`; 0 never and 1 always, exactly."""
-        return self._uniform() < probability
-
-    def draw(self, weights: Tensor) -> int:
-        """An index drawn in proportion to `weights`, `[V]`; never one whose weight is 0."""
-        cumulative = weights.double().cumsum(0)
-        # The first index whose cumulative weight exceeds the point: its own weight cannot be 0.
-        point = cumulative[-1] * self._uniform()
-        index = int(torch.searchsorted(cumulative, point, right=True))
-        while index < len(weights) and weights[index] == 0:  # but a GPU's parallel sums rise by a rounding there
-            index += 1
-        return index if index < len(weights) else int(weights.nonzero()[-1])  # u * total can round up to total
+AllowedTokens = Callable[[Sequence[int]], "Tensor | None"]
+"""Which tokens may follow all tokens so far: a bool mask `[V]`, or `None` for all of them. The hook for grammars."""
 
 
 class Law(Protocol):
@@ -73,12 +41,38 @@ class Law(Protocol):
         """
         ...
 
+    def logprobs(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
+        """Log-probabilities to report, `[N+1, V]`: log p, and for a greedy law what p would be at temperature 1."""
+        ...
+
 
 class SamplingLaw:
-    """The `Law` of `SamplingParams`."""
+    """The `Law` of `SamplingParams`.
 
-    def __init__(self, params: SamplingParams) -> None:
+    Args:
+        params: The settings.
+        prompt_length: Tokens of the history that are the prompt: frequency, presence and minimum do not count them.
+        stop_tokens: What `min_tokens` holds back.
+        bad_words: Token ids of each forbidden word.
+        allowed: A further mask; see `AllowedTokens`.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        prompt_length: int = 0,
+        stop_tokens: Collection[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+        allowed: AllowedTokens | None = None,
+    ) -> None:
         self._params = params
+        self._prompt_length = prompt_length
+        self._stop_tokens = sorted(stop_tokens)
+        self._bad_words = [list(word) for word in bad_words]
+        self._allowed = allowed
+        self._penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+        self._masked = bool(self._bad_words) or params.min_tokens > 0 or allowed is not None
 
     @property
     def greedy(self) -> bool:
@@ -86,8 +80,71 @@ class SamplingLaw:
         return self._params.greedy
 
     def __call__(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
-        """See `Law`; these settings do not look at the history."""
-        return probabilities(logits, self._params)
+        """See `Law`."""
+        return probabilities(self._scores(history, draft, logits), self._params)
+
+    def logprobs(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
+        """See `Law`."""
+        scores = self._scores(history, draft, logits)
+        return scores.double().log_softmax(-1) if self.greedy else probabilities(scores, self._params).log()
+
+    def _scores(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
+        """Logits after everything that looks at single tokens or at the history."""
+        params = self._params
+        if not (params.logit_bias or self._penalised or self._masked):
+            return logits
+        scores = logits.to(torch.float64, copy=True)  # masks are set in place
+        if params.logit_bias:
+            refuse_bias_beyond(scores.shape[-1], params.logit_bias)
+            scores = _add_bias(scores, params.logit_bias)
+        histories = [[*history, *path] for path in [(), *paths(draft)]]
+        if self._penalised:
+            scores = self._penalise(scores, histories)
+        if self._masked:
+            for row in reachable(draft, lambda row, token: bool(scores[row, token] > -torch.inf)):
+                self._mask(scores[row], histories[row])
+        return scores
+
+    def _penalise(self, scores: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
+        params = self._params
+        prompt = _counts(histories[0][: self._prompt_length], scores)
+        answer = torch.stack([_counts(tokens[self._prompt_length :], scores) for tokens in histories])
+        if params.repetition_penalty != 1:
+            penalty = params.repetition_penalty
+            penalised = torch.where(scores > 0, scores / penalty, scores * penalty)
+            scores = torch.where(answer + prompt > 0, penalised, scores)
+        return scores - params.frequency_penalty * answer - params.presence_penalty * (answer > 0)
+
+    def _mask(self, row: Tensor, tokens: Sequence[int]) -> None:
+        forbidden = [
+            last
+            for *beginning, last in self._bad_words
+            if not beginning or list(tokens[-len(beginning) :]) == beginning
+        ]
+        if len(tokens) - self._prompt_length < self._params.min_tokens:
+            forbidden += self._stop_tokens
+        row[[i for i in forbidden if i < len(row)]] = -torch.inf  # a tokenizer may have more ids than the model
+        if self._allowed is not None and (mask := self._allowed(tokens)) is not None:
+            row[~mask.to(row.device)] = -torch.inf
+        if row.isneginf().all():
+            raise InvalidInputError("Bad words, min_tokens and the allowed tokens leave no token to continue with.")
+
+
+def refuse_bias_beyond(vocabulary: int, bias: Mapping[int, float]) -> None:
+    """Raise `InvalidInputError` if `bias` names an id that does not exist."""
+    if max(bias, default=-1) >= vocabulary:
+        raise InvalidInputError(f"logit_bias names token id {max(bias)}, but the last id is {vocabulary - 1}.")
+
+
+def _add_bias(scores: Tensor, bias: Mapping[int, float]) -> Tensor:
+    offsets = scores.new_zeros(scores.shape[-1])
+    offsets[list(bias)] = scores.new_tensor(list(bias.values()))
+    return scores + offsets
+
+
+def _counts(tokens: Sequence[int], like: Tensor) -> Tensor:
+    ids = torch.tensor(tokens, dtype=torch.long, device=like.device)
+    return torch.bincount(ids, minlength=like.shape[-1]).to(like.dtype)
 
 
 def one_hot_argmax(logits: Tensor) -> Tensor:
@@ -96,11 +153,11 @@ def one_hot_argmax(logits: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Distributions of `logits` under the settings.
+    """Distributions of `logits` under temperature, top-k, top-p and min-p, in that order.
 
     Args:
         logits: `[n, V]`, any floating dtype and device.
-        params: Temperature, top-k, top-p and min-p are used, in that order.
+        params: The settings.
 
     Returns:
         `[n, V]` float64. In this precision rows of p and q sum to one closely enough that a rejection always leaves

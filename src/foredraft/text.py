@@ -8,8 +8,12 @@ from typing import Any, Protocol
 _UNFINISHED = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 
 
-class Decodes(Protocol):
+class TextTokenizer(Protocol):
     """The part of a tokenizer that text needs."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any:
+        """Ids of the text."""
+        ...
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> Any:
         """Text of the ids."""
@@ -23,7 +27,7 @@ class TextStream:
     Each push decodes a short window of recent ids, so a long answer costs no more per token than a short one.
     """
 
-    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._ids: list[int] = []
@@ -66,3 +70,10 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def word_ids(tokenizer: TextTokenizer, words: Sequence[str]) -> list[list[int]]:
+    """The usual token ids of each word, at the beginning of a text and after a space."""
+    spellings = [spelling for word in words for spelling in (word, f" {word}")]
+    ids = [[int(i) for i in tokenizer.encode(text, add_special_tokens=False)] for text in spellings]
+    return [word for n, word in enumerate(ids) if word and word not in ids[:n]]

@@ -1,6 +1,8 @@
-"""The shape of a draft: what each node has above it."""
+"""The shape of a draft: what each node has above and below it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 from foredraft.types import Draft
 
@@ -12,3 +14,25 @@ def paths(draft: Draft) -> list[tuple[int, ...]]:
         above = found[parent] if parent >= 0 else ()
         found.append((*above, token))
     return found
+
+
+def children(draft: Draft) -> list[list[int]]:
+    """`[N+1]` the child nodes of the root (entry 0) and of each node i (entry i + 1), in the order they were drawn."""
+    below: list[list[int]] = [[] for _ in range(len(draft) + 1)]
+    for node, parent in enumerate(draft.parents):
+        below[parent + 1].append(node)
+    return below
+
+
+def reachable(draft: Draft, possible: Callable[[int, int], bool]) -> Iterator[int]:
+    """Rows of the root and of the nodes that a rule can get to, one by one.
+
+    `possible` says whether a row's law has a token; it is asked of rows that were yielded before. Below an impossible
+    token no rule gets, and a grammar may have nothing to say there.
+    """
+    reached = [True]
+    yield 0
+    for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+        reached.append(reached[parent + 1] and possible(parent + 1, token))
+        if reached[-1]:
+            yield node + 1

@@ -6,8 +6,8 @@ All are frozen. Settings check themselves when they are built, so that nothing h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from foredraft.errors import InvalidInputError
@@ -40,6 +40,15 @@ class SamplingParams:
         top_k: Keep the k likeliest tokens; 0 keeps all.
         top_p: Keep the smallest set of likeliest tokens whose probabilities sum to at least this, in (0, 1].
         min_p: Drop tokens less likely than this share of the likeliest one, in [0, 1].
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of every token that prompt or answer
+            has already; 1 is off.
+        frequency_penalty: Subtracted from a token's logit for each time the answer has it, in [-2, 2].
+        presence_penalty: Subtracted once if the answer has the token, in [-2, 2].
+        logit_bias: Added to the logits of these token ids, in [-100, 100].
+        bad_words: Strings that the answer must not contain (as their usual tokens, with and without a leading space).
+        min_tokens: No stop token before the answer has this many tokens.
+        logprobs: Report each emitted token's log-probability and those of the n likeliest, n in [0, 20]; of tokens with
+            no probability none.
         seed: Seed of the request's private random source; `None` takes a fresh one, which the completion reports.
         stop: Strings that end the answer; the text is cut before the first of them.
         ignore_eos: Go on past the model's stop tokens (for measurements of a fixed length).
@@ -53,15 +62,24 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        elif isinstance(self.stop, (list, tuple)):
-            object.__setattr__(self, "stop", tuple(self.stop))
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            strings = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
+            object.__setattr__(self, name, value if strings is None else strings)
+            good = strings is not None and all(isinstance(s, str) and s for s in strings)
+            self._require(name, good, "a string or a list of strings, none of them empty")
         self._require("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
         self._require("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
         self._require("top_k", _is_integer(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all)")
@@ -69,8 +87,20 @@ class SamplingParams:
         self._require("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
         good_seed = self.seed is None or (_is_integer(self.seed) and 0 <= self.seed < 2**63)
         self._require("seed", good_seed, "an integer in [0, 2**63), or None for a fresh one")
-        good_stop = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
-        self._require("stop", good_stop, "a string or a list of strings, none of them empty")
+        positive = _is_number(self.repetition_penalty) and self.repetition_penalty > 0
+        self._require("repetition_penalty", positive, "a number > 0 (1 is off)")
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            self._require(name, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
+        good_bias = isinstance(self.logit_bias, Mapping) and all(
+            _is_integer(i) and i >= 0 and _is_number(bias) and -100 <= bias <= 100
+            for i, bias in self.logit_bias.items()
+        )
+        self._require("logit_bias", good_bias, "a mapping of token ids to numbers in [-100, 100]")
+        good_minimum = _is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        self._require("min_tokens", good_minimum, f"an integer in [0, max_tokens = {self.max_tokens}]")
+        good_logprobs = self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= 20)
+        self._require("logprobs", good_logprobs, "an integer in [0, 20], or None for none")
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         if not ok:
@@ -89,26 +119,30 @@ class Draft:
     Args:
         tokens: `[N]` token ids in an order where every parent comes before its children.
         parents: `[N]` index of each node's parent, -1 for children of the root.
-        q: `[N, V]`, row i the distribution that node i was drawn from, after the whole sampling pipeline; `None` when
-            the nodes are a deterministic function of the context (a point mass).
+        q: For each node the distribution `[V]` it was drawn from, given everything drawn before it: siblings drawn
+            with replacement have the same one, siblings drawn without have it renormalised off the earlier ones.
+            `None` marks a node that is a deterministic function of the context (a point mass). Siblings stand in the
+            order in which they were drawn.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    q: Tensor | None = None
+    q: tuple[Tensor | None, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
         assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
-        assert self.q is None or self.q.shape[0] == len(self.tokens)
+        if not self.q:
+            object.__setattr__(self, "q", (None,) * len(self.tokens))
+        assert len(self.q) == len(self.tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], q: Tensor | None = None) -> Draft:
-        """A draft in which every token follows the one before."""
-        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), q)
+    def chain(cls, tokens: Sequence[int], q: Iterable[Tensor] = ()) -> Draft:
+        """A draft in which every token follows the one before; `q` is `[K, V]`, or left out for point masses."""
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)), tuple(q))
 
     @property
     def is_chain(self) -> bool:
@@ -154,6 +188,8 @@ class TokenEvent(NamedTuple):
     token: int
     origin: Origin
     text: str
+    logprobs: Mapping[int, float] | None = None
+    """If asked for: log-probabilities of this token and of the likeliest, by id (see `sampling.Law.logprobs`)."""
 
 
 class RoundEvent(NamedTuple):
@@ -200,7 +236,7 @@ class Completion:
 
     `ids` are the emitted token ids, the one that ended the answer included; `text` is their text, without special
     tokens and cut before a stop string. `origins` tells for each id where it came from. `settings` are the sampling
-    settings in effect, with the seed that was used.
+    settings in effect, with the seed that was used. `logprobs`, if asked for, has an entry for each id.
     """
 
     text: str
@@ -210,6 +246,7 @@ class Completion:
     settings: SamplingParams
     stats: Stats
     warnings: tuple[str, ...] = ()
+    logprobs: tuple[Mapping[int, float], ...] | None = None
 
 
 class FinishEvent(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foredraft.acceptance.chain import token
 from foredraft.errors import InvalidInputError
-from foredraft.sampling import TorchSource
+from foredraft.randomness import TorchSource
 from foredraft.types import Draft
 
 _SUM_TOLERANCE = 1e-5

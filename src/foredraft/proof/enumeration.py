@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from foredraft.sampling import RandomSource
+from foredraft.randomness import RandomSource
 from foredraft.tree import paths
 from foredraft.types import Draft, Verdict
 
@@ -35,6 +35,8 @@ Decide = Callable[[Draft, Tensor, RandomSource], Verdict]
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
+_ROUNDING = 1e-13  # an outcome less likely than this is possible only by float64's rounding
+
 
 class ScriptedSource:
     """A `RandomSource` that replays a script, and past its end takes the first outcome that is possible.
@@ -51,16 +53,20 @@ class ScriptedSource:
         self.untried: list[Tokens] = []
         """A script for each outcome that was possible past the end of this one, and not taken."""
 
+    def at(self, position: int) -> ScriptedSource:
+        """Itself: the script goes on."""
+        return self
+
     def coin(self, probability: float) -> bool:
         """True or false, as the script says."""
         return self._decide([1.0 - probability, probability]) == 1
 
-    def draw(self, weights: Tensor) -> int:
+    def draw(self, weights: Tensor, depth: int = 0) -> int:
         """The index that the script says."""
         return self._decide((weights.double() / weights.double().sum()).tolist())
 
     def _decide(self, probabilities: list[float]) -> int:
-        possible = [outcome for outcome, mass in enumerate(probabilities) if mass > 0]
+        possible = [outcome for outcome, mass in enumerate(probabilities) if mass > _ROUNDING]
         if len(self._taken) < len(self._script):
             taken = self._script[len(self._taken)]
         else:

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from foredraft.sampling import Law, RandomSource
+from foredraft.acceptance import Draws
+from foredraft.randomness import RandomSource
+from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
 
 
@@ -38,8 +40,8 @@ class Drafter(ABC):
     """A way of drafting: what is shared between the sequences it drafts for."""
 
     name: str
-    sampled: bool = False
-    """Whether its drafts may be drawn from a q, besides being point masses."""
+    draws: Draws = Draws.POINT
+    """How chance enters its drafts, at temperatures above 0."""
     trees: bool = False
     """Whether its drafts may branch."""
     draft_tokens: int

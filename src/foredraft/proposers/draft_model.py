@@ -6,10 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from foredraft.acceptance import Draws
 from foredraft.backends.base import Backend, Query
 from foredraft.errors import UnsupportedError
 from foredraft.proposers.base import Drafter, Proposer, Verification
-from foredraft.sampling import Law, RandomSource
+from foredraft.randomness import RandomSource
+from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
 
 _LONGEST_CATCH_UP = 16  # tokens that join the scoring forward instead of a prefill of their own
@@ -25,7 +27,7 @@ class DraftModel(Drafter):
     """
 
     name = "draft"
-    sampled = True
+    draws = Draws.ONE
     draft_tokens = 4
     when_nothing_is_accepted = "the draft model may be broken, or made for another chat template or kind of text"
 
@@ -62,14 +64,14 @@ class DraftModelProposer(Proposer):
         unseen = self._catch_up(tokens)
         while True:
             q = self._law(history, Draft(), self._score(unseen))[0]
-            x = int(q.argmax()) if self._law.greedy else self._source.draw(q)
+            x = int(q.argmax()) if self._law.greedy else self._source.at(len(history)).draw(q)
             drafted.append(x)
             rows.append(q)
             if len(drafted) == budget or x in self._stop_tokens:
                 break
             history.append(x)
             unseen = [x]
-        return Draft.chain(drafted, None if self._law.greedy else torch.stack(rows))
+        return Draft.chain(drafted, () if self._law.greedy else rows)
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Forget the rejected end of the draft. Its last token was never fed to the draft model."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.proposers.base import Drafter, Proposer
-from foredraft.sampling import Law, RandomSource
+from foredraft.randomness import RandomSource
+from foredraft.sampling import Law
 from foredraft.types import Draft
 
 LONGEST, SHORTEST = 4, 2  # tokens of a match; single tokens recur too often to mean anything

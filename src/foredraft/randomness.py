@@ -1,0 +1,134 @@
+"""The coins and draws of one request. Rules and drafters know no other chance, so a proof can replay every branch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class RandomSource(Protocol):
+    """Where chance comes from."""
+
+    def at(self, position: int) -> RandomSource:
+        """The source for drafting or verifying at `position`, the index of the next token in the whole sequence."""
+        ...
+
+    def coin(self, probability: float) -> bool:
+        """True with `probability`; 0 never and 1 always, exactly."""
+        ...
+
+    def draw(self, weights: Tensor, depth: int = 0) -> int:
+        """An index drawn in proportion to `weights`, `[V]`, non-negative with a positive sum; never one of weight 0.
+
+        `depth` counts positions from the source's own: sources keyed by position draw a token of the same position
+        with the same noise, whoever asks.
+        """
+        ...
+
+
+class TorchSource:
+    """Fresh uniform numbers from a torch generator, or from torch's global one when none is given.
+
+    They are float64 and are inverted through the cumulative weights, so the draws depend on the generator and the
+    weights alone, not on the device the weights live on.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self._generator = generator
+        self._device = generator.device if generator is not None else torch.device("cpu")
+
+    def at(self, position: int) -> TorchSource:
+        """Itself: fresh numbers do not depend on the position."""
+        return self
+
+    def coin(self, probability: float) -> bool:
+        """See `RandomSource`."""
+        return self._uniform() < probability
+
+    def draw(self, weights: Tensor, depth: int = 0) -> int:
+        """See `RandomSource`."""
+        cumulative = weights.double().cumsum(0)
+        # The first index whose cumulative weight exceeds the point: its own weight cannot be 0.
+        point = cumulative[-1] * self._uniform()
+        index = int(torch.searchsorted(cumulative, point, right=True))
+        while index < len(weights) and weights[index] == 0:  # but a GPU's parallel sums rise by a rounding there
+            index += 1
+        return index if index < len(weights) else int(weights.nonzero()[-1])  # u * total can round up to total
+
+    def _uniform(self) -> float:
+        return torch.rand((), dtype=torch.float64, generator=self._generator, device=self._device).item()
+
+
+class KeyedSource:
+    """Noise that is a function of seed, position and token id, whoever asks and whatever was asked before.
+
+    A draw is `argmax(log weights + Gumbel noise)`, which follows the weights. Target and drafter draw a position with
+    the same noise, so they agree as often as their laws allow, and what is drawn from the target does not depend on
+    what was drafted: the output is that of plain decoding with the same seed, token for token (Daliri, Musco and
+    Suresh 2024, arXiv 2408.07978). No state, no dependence on other requests, the same numbers on every device.
+    """
+
+    def __init__(self, seed: int, position: int = 0) -> None:
+        self._seed = seed
+        self._position = position
+
+    def at(self, position: int) -> KeyedSource:
+        """The same noise, read from `position` on."""
+        return KeyedSource(self._seed, position)
+
+    def coin(self, probability: float) -> bool:
+        """Not available: a rule that flips coins is not a function of the position's noise."""
+        raise NotImplementedError("position-keyed noise has no coins")
+
+    def draw(self, weights: Tensor, depth: int = 0) -> int:
+        """See `RandomSource`. Noise is made for the tokens of positive weight only."""
+        alive = weights.nonzero()[:, 0]
+        if len(alive) == 1:
+            return int(alive)
+        noise = gumbel(self._seed, self._position + depth, alive)
+        return int(alive[(weights[alive].double().log() + noise).argmax()])
+
+
+_STEP = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_WORD = (1 << 64) - 1
+
+
+def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64, one value for each of `tokens` (ids, int64), on their device.
+
+    The bits are SplitMix64's finaliser (Steele, Lea and Flood 2014) applied to seed, then position, then token id; the
+    uniform number is `(bits >> 11 + 1/2) / 2**53`, the noise `-log(-log(uniform))`.
+    """
+    key = _mix_number(_mix_number(seed) + position)
+    bits = _mix(tokens * _signed(_STEP) + _signed(key))
+    uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53
+    return -(-uniform.log()).log()
+
+
+def _mix_number(x: int) -> int:
+    """SplitMix64's next output after state `x`."""
+    x = (x + _STEP) & _WORD
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        x = ((x ^ (x >> shift)) * factor) & _WORD
+    return x ^ (x >> _SHIFTS[-1])
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser on int64 tensors, whose products wrap."""
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        x = (x ^ _shift(x, shift)) * _signed(factor)
+    return x ^ _shift(x, _SHIFTS[-1])
+
+
+def _shift(x: Tensor, places: int) -> Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (x >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int64 with the same bits."""
+    return x - (1 << 64) if x >> 63 else x
