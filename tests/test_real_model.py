@@ -156,6 +156,47 @@ def test_custom_generate_of_a_padded_batch_says_what_generate_says(target: Any, 
         assert set(answer[len(row.answer) :]) <= {pad}
 
 
+TEMPERATURES = (0.3, 0.7, 1.0)
+
+
+def seeded(model: Model, temperature: float, seed: int) -> SamplingParams:
+    """32 tokens with everything on: top-p, a penalty, and a bias against the commonest word."""
+    (the,) = model.tokenizer.encode(" the", add_special_tokens=False)
+    bias = {int(the): -1.5}
+    return SamplingParams(
+        max_tokens=32, temperature=temperature, top_p=0.95, repetition_penalty=1.1, logit_bias=bias, seed=seed
+    )
+
+
+@pytest.fixture(scope="module")
+def seeded_plain(model: Model) -> dict[tuple[float, int], Sequence[int]]:
+    """Plain decoding of four prompts at each temperature, with the prompt's number as the seed."""
+    plain = model.plain()
+    return {
+        (temperature, number): plain.generate(prompt, seeded(model, temperature, number)).ids
+        for temperature in TEMPERATURES
+        for number, prompt in enumerate(PROMPTS[:4])
+    }
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft model"])
+def test_seeded_text_is_that_of_plain_decoding(
+    kind: str, target: Any, truncated: Any, model: Model, seeded_plain: dict[tuple[float, int], Sequence[int]]
+) -> None:
+    """384 tokens. Rounding decides one in less than 1e5, and then the two scores are a near-tie."""
+    speculative = model
+    if kind == "draft model":
+        speculative = foredraft.load(target, truncated, tokenizer=model.tokenizer, rule="seed-exact")
+    completions = {
+        (temperature, number): speculative.generate(PROMPTS[number], seeded(model, temperature, number))
+        for temperature, number in seeded_plain
+    }
+    assert {which: completion.ids for which, completion in completions.items()} == seeded_plain
+    assert {completion.stats.rule for completion in completions.values()} == {"seed-exact"}
+    assert sum(completion.stats.accepted for completion in completions.values()) > 0
+    assert sum(len(ids) for ids in seeded_plain.values()) > 300
+
+
 @pytest.mark.parametrize(
     "prompt",
     [
