@@ -13,7 +13,9 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -42,16 +44,17 @@ def main() -> None:
     plain = ngram.plain()
     params = foredraft.SamplingParams(max_tokens=options.max_tokens)
     if not greedy:
-        sampling = {"temperature": options.temperature, "top_p": 0.95, "seed": 11}
-        penalties = {"repetition_penalty": 1.1, "frequency_penalty": 1.1, "presence_penalty": 1.1}
-        params = dataclasses.replace(params, **sampling, **penalties, logit_bias={28: -1.0, 30: 0.5})
+        penalties: dict[str, Any] = dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), 1.1)
+        params = dataclasses.replace(
+            params, temperature=options.temperature, top_p=0.95, seed=11, logit_bias={28: -1.0, 30: 0.5}, **penalties
+        )
 
     def generate_ids(ids: list[int]) -> tuple[int, ...]:
         inputs = torch.tensor([ids], device=network.device)
         output = network.generate(inputs, max_new_tokens=options.max_tokens, do_sample=False)
         return tuple(output[0, len(ids) :].tolist())
 
-    others = {
+    others: dict[str, Callable[[list[int]], tuple[int, ...]]] = {
         "ngram": lambda ids: ngram.generate(ids, params).ids,
         "draft model": lambda ids: draft.generate(ids, params).ids,
     }
