@@ -108,7 +108,8 @@ def test_unknown_arguments_are_refused(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("draft_tokens", [-1, 65])
 def test_draft_tokens_out_of_range_are_refused(draft_tokens: int, tiny_folder: Path) -> None:
-    with pytest.raises(InvalidInputError, match=rf"draft_tokens is {draft_tokens}, but must be in \[0, 64\]"):
+    message = rf"draft_tokens is {draft_tokens}, but must be an integer in \[0, 64\]"
+    with pytest.raises(InvalidInputError, match=message):
         foredraft.load(tiny_folder, draft_tokens=draft_tokens)
 
 

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 import foredraft
 from foredraft import api, models
 from foredraft.cli import main
+from foredraft.proof.controls import CONTROLS
 from foredraft.types import Completion, FinishEvent, SamplingParams, TokenEvent
 from tiny import perturbed
 
@@ -47,6 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # as the command line would
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
 
     def run(*arguments: object, stdin: str | bytes = "") -> Result:
@@ -152,6 +154,57 @@ def test_a_seed_repeats_a_sampled_answer(generate: Run) -> None:
     assert reports[0]["stats"]["rule"] == "seed-exact"
 
 
+def test_every_sampling_setting_is_passed_on(generate: Run) -> None:
+    options: dict[str, Any] = {
+        "--repetition-penalty": 1.2,
+        "--frequency-penalty": 0.3,
+        "--presence-penalty": -0.2,
+        "--min-tokens": 4,
+        "--logprobs": 2,
+    }
+    flat = [each for pair in options.items() for each in pair]
+    more = ["--logit-bias", "5=2.5", "--logit-bias", "7=-1", "--bad-word", "the", "--bad-word", "hell"]
+    settings = json.loads(generate("--json", *flat, *more).out)["settings"]
+    assert {name: settings[name.strip("-").replace("-", "_")] for name in options} == options
+    assert settings["logit_bias"] == {"5": 2.5, "7": -1.0}
+    assert settings["bad_words"] == ["the", "hell"]
+
+
+def test_json_holds_log_probabilities_of_every_token(generate: Run) -> None:
+    report = json.loads(generate("--json", "--logprobs", 3, "--top-k", 2, "--temperature", 1, "--seed", 1).out)
+    assert len(report["logprobs"]) == len(report["ids"])
+    for token, noted in zip(report["ids"], report["logprobs"], strict=True):
+        assert str(token) in noted and len(noted) == 2  # top-k leaves no third
+        assert all(value <= 0 for value in noted.values())
+    assert json.loads(generate("--json").out)["logprobs"] is None
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "seed-exact", "walk", "recursive", "hu", "traversal"])
+def test_every_rule_can_be_named(rule: str, generate: Run) -> None:
+    report = json.loads(generate("--json", "--rule", rule, "--temperature", 1, "--seed", 1).out)
+    assert report["stats"]["rule"] == report["settings"]["rule"] == rule
+
+
+def test_seeded_text_is_the_same_with_and_without_speculation(generate: Run, near_folder: Path) -> None:
+    options = ("--compare", "--temperature", 0.8, "--seed", 5, "--rule", "seed-exact")
+    for drafter in ("ngram", f"draft:{near_folder}"):
+        result = generate(*options, "--drafter", drafter)
+        assert result.status == 0
+        assert "identical to plain decoding: yes" in result.err
+
+
+def test_a_lossy_answer_says_so_everywhere(generate: Run, near_folder: Path) -> None:
+    options = ("--lossy-typical", "--temperature", 1, "--seed", 1, "--drafter", f"draft:{near_folder}")
+    result = generate(*options, "--compare")
+    assert result.status == 0
+    assert "Warning: Rule 'lossy-typical' is lossy" in result.err
+    assert "not expected (rule 'lossy-typical': another law)" in result.err
+    report = json.loads(generate("--json", *options).out)
+    assert report["stats"]["rule"] == report["settings"]["rule"] == "lossy-typical"
+    assert any("lossy" in warning for warning in report["warnings"])
+    assert "lossy" not in generate("--temperature", 1, "--drafter", f"draft:{near_folder}").err
+
+
 @pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])
 def test_every_drafter_can_be_named(drafter: str, generate: Run, near_folder: Path, answer: Completion) -> None:
     reference = f"draft:{near_folder}" if drafter == "draft" else drafter
@@ -162,6 +215,84 @@ def test_every_drafter_can_be_named(drafter: str, generate: Run, near_folder: Pa
     assert report["settings"]["draft_tokens"] == 3
     assert (report["stats"]["draft_forwards"] > 0) == (drafter == "draft")
     assert (report["stats"]["drafted"] > 0) == (drafter != "none")
+
+
+# verify
+
+
+@pytest.fixture
+def verify(run: Run, tiny_folder: Path, tmp_path: Path) -> Run:
+    """`foredraft verify` with the tiny model, two prompts and few tokens; more options may follow."""
+    (tmp_path / "prompts.txt").write_text("the hell in the hell\n\nin the hell of the\n", encoding="utf-8")
+    few = ("--prompts", tmp_path / "prompts.txt", "--max-tokens", 16, "--samples", 30)
+    return lambda *options: run("verify", tiny_folder, *few, *options)
+
+
+def test_verify_of_a_right_program_passes_and_writes_a_certificate(verify: Run, tmp_path: Path) -> None:
+    result = verify("--out", tmp_path / "proof")
+    assert result.status == 0
+    assert "law of greedy" in result.out and "law of seed-exact" in result.out
+    assert result.out.count("2 prompts, 32 tokens") == 2 and result.out.count("0 defects, 0 near-ties") == 2
+    assert "30 answers" in result.out and "p-value" in result.out
+    assert "FAILED" not in result.out
+    assert "passed: speculation with ngram and rule seed-exact" in result.out
+    assert f"written: {tmp_path / 'proof' / 'certificate.json'} and certificate.html" in result.out
+    record = json.loads((tmp_path / "proof" / "certificate.json").read_text(encoding="utf-8"))
+    assert record["passed"] is True
+    assert record["settings"]["prompts"] == ["the hell in the hell", "in the hell of the"]
+    assert "Comparing with plain decoding: greedy" in result.err
+
+
+def test_verify_takes_drafter_and_rule(verify: Run, near_folder: Path) -> None:
+    result = verify("--drafter", f"draft:{near_folder}", "--rule", "token", "--samples", 0)
+    assert result.status == 0
+    assert "law of token" in result.out and "answers" not in result.out
+    assert "passed: speculation with draft and rule token" in result.out
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_verify_with_a_mistake_fails(control: str, verify: Run, tmp_path: Path) -> None:
+    result = verify("--break", control, "--out", tmp_path)
+    assert result.status == 1
+    assert "FAILED: speculation with ngram" in result.out
+    assert re.search(r"^(law of|same text) .*FAILED", result.out, re.MULTILINE)
+    record = json.loads((tmp_path / "certificate.json").read_text(encoding="utf-8"))
+    assert record["passed"] is False and record["control"] == control
+    assert "FAILED" in (tmp_path / "certificate.html").read_text(encoding="utf-8")
+
+
+def test_verify_explains_each_difference(verify: Run) -> None:
+    result = verify("--break", "stale-cache")
+    assert re.search(
+        r"^greedy, prompt \d, token \d+: plain \d+, speculative \d+, lead \S+, drift \S+: defect", result.out, re.M
+    )
+
+
+def test_verify_lists_the_mistakes_it_can_make(run: Run) -> None:
+    result = run("verify", "/no/such/model", "--break", "list")  # nothing is loaded for this
+    assert result.status == 0
+    assert [line.split()[0] for line in result.out.splitlines()] == list(CONTROLS)
+    assert all(control.mistake in result.out for control in CONTROLS.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--break", "nonsense"], "Error: There is no negative control 'nonsense'; known: residual,"),
+        (
+            ["--break", "stale-cache", "--drafter", "none"],
+            "Error: Control 'stale-cache' shows where drafts are rejected",
+        ),
+        (["--prompts", "/no/such/file"], "Error: Cannot read /no/such/file ("),
+        (["--prompts", "/dev/null"], "Error: There is no prompt to compare: give at least one."),
+        (["--samples", "-1"], "Error: samples is -1, but must be an integer >= 0."),
+        (["--max-tokens", "0"], "Error: max_tokens is 0, but must be an integer >= 1"),
+        (["--rule", "greedy"], "Error: Rule 'greedy' fits temperature 0 only"),
+        (["--rule", "magic"], "Error: There is no acceptance rule 'magic'"),
+    ],
+)
+def test_verify_refuses_what_is_wrong(options: list[str], message: str, verify: Run) -> None:
+    refused(verify(*options), message)
 
 
 # --json
@@ -330,8 +461,8 @@ def refused(result: Result, message: str) -> None:
         (["--drafter", "draft"], "Error: Drafter 'draft' needs more: draft:REF with a model"),
         (["--drafter", "ngram:3"], "Error: Drafter 'ngram' takes no argument"),
         (["--drafter", "draft:/no/such/model"], "Error: There is no model '/no/such/model'"),
-        (["--draft-tokens", "65"], "Error: draft_tokens is 65, but must be in [0, 64]"),
-        (["--draft-tokens", "-1"], "Error: draft_tokens is -1, but must be in [0, 64]"),
+        (["--draft-tokens", "65"], "Error: draft_tokens is 65, but must be an integer in [0, 64]"),
+        (["--draft-tokens", "-1"], "Error: draft_tokens is -1, but must be an integer in [0, 64]"),
         (["--max-tokens", "0"], "Error: max_tokens is 0, but must be an integer >= 1"),
         (["--temperature", "-0.5"], "Error: temperature is -0.5, but must be a number >= 0"),
         (["--temperature", "nan"], "Error: temperature is nan, but must be a number >= 0"),
@@ -339,6 +470,29 @@ def refused(result: Result, message: str) -> None:
         (["--top-p", "0"], "Error: top_p is 0.0, but must be a number in (0, 1]"),
         (["--top-p", "1.5"], "Error: top_p is 1.5, but must be a number in (0, 1]"),
         (["--min-p", "2"], "Error: min_p is 2.0, but must be a number in [0, 1]"),
+        (["--repetition-penalty", "0"], "Error: repetition_penalty is 0.0, but must be a number > 0"),
+        (["--frequency-penalty", "3"], "Error: frequency_penalty is 3.0, but must be a number in [-2, 2]"),
+        (["--presence-penalty", "-3"], "Error: presence_penalty is -3.0, but must be a number in [-2, 2]"),
+        (["--logit-bias", "5"], "Error: logit-bias is '5', but must be ID=VALUE, such as 314=-5"),
+        (["--logit-bias", "a=1"], "Error: logit-bias is 'a=1', but must be ID=VALUE"),
+        (
+            ["--logit-bias", "5=101"],
+            "Error: logit_bias is {5: 101.0}, but must be a mapping of token ids to numbers in",
+        ),
+        (["--logit-bias", "99999=1"], "Error: logit_bias names token id 99999, but the last id is"),
+        (
+            ["--bad-word", ""],
+            "Error: bad_words is ('',), but must be a string or a list of strings, none of them empty",
+        ),
+        (["--min-tokens", "25"], "Error: min_tokens is 25, but must be an integer in [0, max_tokens = 24]"),
+        (["--logprobs", "21"], "Error: logprobs is 21, but must be an integer in [0, 20], or None for none"),
+        (["--rule", "magic"], "Error: There is no acceptance rule 'magic'; known: greedy, token, block"),
+        (["--rule", "lossy-typical"], "Error: Rule 'lossy-typical' changes the text: ask for it by --lossy-typical"),
+        (["--lossy-typical", "--rule", "token"], "Error: --lossy-typical is a rule of its own: leave --rule token out"),
+        (
+            ["--rule", "greedy", "--temperature", "1"],
+            "Error: Rule 'greedy' fits temperature 0 only: leave the rule open",
+        ),
         (["--seed", "-1"], "Error: seed is -1, but must be an integer in [0, 2**63)"),
         (["--stop", ""], "Error: stop is ('',), but must be a string or a list of strings, none of them empty"),
         (["--device", "nonsense"], "Error: Device 'nonsense' cannot be used here"),
@@ -449,11 +603,14 @@ def test_help_reads_well(run: Run) -> None:
     result = run("--help")
     assert result.status == 0
     assert "Lossless speculative decoding" in result.out
-    for command in ("generate", "models"):
+    for command in ("generate", "verify", "models"):
         assert command in result.out
     text = without_colour(run("generate", "--help").out)
     for option in ("--drafter", "--draft-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"):
         assert option in text
+    for option in ("--rule", "--lossy-typical", "--logprobs", "--logit-bias", "--bad-word", "--min-tokens"):
+        assert option in text
+    assert "--break" in without_colour(run("verify", "--help").out)
     for option in ("--max-tokens", "--stop", "--no-chat", "--compare", "--json", "--device", "--dtype", "--color"):
         assert option in text
     assert "pull" in run("models", "--help").out

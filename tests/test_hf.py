@@ -594,6 +594,25 @@ def test_an_argument_that_the_decoding_does_not_know_is_refused(model: Any) -> N
         decode(model, PROMPT, nothing, None, model.generation_config, token_type_ids=PROMPT, pixel_values=PROMPT)
 
 
+def test_a_constraint_is_asked_only_about_text_that_it_allows(model: Any) -> None:
+    """ngram drafts 42, 7, of which the constraint allows the first alone; below 7 it has nothing to say."""
+    ids = torch.tensor([[40, 41, 42, 7, 40, 41, 42, 7, 40, 41]])
+    answer = list(range(42, 48))
+
+    def constraint(_: int, ids: torch.Tensor) -> list[int]:
+        said = ids.tolist()[10:]
+        return [answer[len(said)]] if said == answer[: len(said)] else []
+
+    got = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=len(answer),
+        prefix_allowed_tokens_fn=constraint,
+        custom_generate=foredraft.custom_generate(),
+    )
+    assert got[0, 10:].tolist() == answer
+
+
 def test_padding_on_the_right_is_refused(model: Any) -> None:
     ids = torch.tensor([[5, 9, 13, PAD, PAD], [3, 4, 3, 4, 3]])
     with pytest.raises(UnsupportedError, match="pad on the left"):
@@ -652,5 +671,5 @@ def test_a_streamer_for_several_sequences_is_refused(model: Any) -> None:
 
 @pytest.mark.parametrize("draft_tokens", [-1, 65])
 def test_draft_tokens_out_of_range_are_refused(draft_tokens: int, model: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"must be in \[0, 64\]"):
+    with pytest.raises(InvalidInputError, match=r"must be an integer in \[0, 64\]"):
         model.generate(**ONE, max_new_tokens=4, custom_generate=foredraft.custom_generate(draft_tokens=draft_tokens))

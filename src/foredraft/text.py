@@ -39,7 +39,7 @@ class TextStream:
         """Add a token; return the text it sets free and whether a stop string is complete."""
         self._ids.append(token)
         piece = self._unsettled()
-        if piece.endswith(_UNFINISHED):
+        if piece.endswith(_UNFINISHED) and not any(stop in self._held + piece for stop in self._stop):
             return "", False
         if piece:  # else a special token: its successor must be decoded with what came before
             self._start, self._settled = self._settled, len(self._ids)

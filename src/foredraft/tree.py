@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -39,3 +41,17 @@ def ancestor_mask(draft: Draft) -> Tensor:
     for node, parent in enumerate(draft.parents):
         seen[node + 1] |= seen[parent + 1]
     return seen
+
+
+def reachable(draft: Draft, possible: Callable[[int, int], bool]) -> Iterator[int]:
+    """Rows of the root and of the nodes that a rule can get to, one by one.
+
+    `possible` says whether a row's law has a token; it is asked of rows that were yielded before. Below an impossible
+    token no rule gets, and a grammar may have nothing to say there.
+    """
+    reached = [True]
+    yield 0
+    for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+        reached.append(reached[parent + 1] and possible(parent + 1, token))
+        if reached[-1]:
+            yield node + 1

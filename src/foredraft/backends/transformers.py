@@ -242,5 +242,8 @@ def refuse_unless_croppable(model: PreTrainedModel) -> None:
 
 def _cache_keywords(model: PreTrainedModel) -> list[str]:
     """Names by which the model takes a cache. It was renamed in transformers 5.2x, where the old name warns."""
-    taken = inspect.signature(model.forward).parameters
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):  # adapters around a model take any argument
+        inner = inner.get_base_model()
+    taken = inspect.signature(inner.forward).parameters
     return [name for name in ("cache", "past_key_values") if name in taken]

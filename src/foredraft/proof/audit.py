@@ -109,14 +109,20 @@ def _explain(
 
 
 def _replay(backend: Backend, prompt: Sequence[int], tokens: Sequence[int], width: int) -> Tensor:
-    """Logits `[V]` after `tokens`, with everything past the prompt scored `width` tokens a forward."""
+    """Logits `[V]` after `tokens`, with everything past the prompt scored `width` tokens a forward.
+
+    The last forward is filled up as by a draft, so that the first token after the prompt has company as well.
+    """
     cache = backend.new_cache()
     backend.prefill(cache, prompt[:-1])
     rest = list(tokens[len(prompt) - 1 :])
     logits: Tensor | None = None
     for start in range(0, len(rest), width):
         root, *chain = rest[start : start + width]
-        logits = backend.forward([Query(cache, root, Draft.chain(chain))])[0][-1]
+        missing = width - 1 - len(chain)
+        if backend.context is not None:
+            missing = min(missing, backend.context - len(tokens))
+        logits = backend.forward([Query(cache, root, Draft.chain([*chain, *[root] * missing]))])[0][len(chain)]
         backend.commit(cache, range(len(chain)))
     assert logits is not None
     return logits

@@ -114,6 +114,7 @@ def verify(
     if mistake is not None and mistake.breaks_the_cache and model.engine.setup.drafter is None:
         raise InvalidInputError(f"Control '{control}' shows where drafts are rejected: it needs a drafter.")
     rule = model.engine.setup.rule_for(greedy=False)
+    settings = _settings(rule, max_tokens)
     notify("Enumerating output laws")
     enumerated = tuple(_enumerate(rule, mistake))
     equality: tuple[Equality, ...] = ()
@@ -121,7 +122,7 @@ def verify(
     if mistake is None or mistake.breaks_the_cache:
         engine = model.engine if mistake is None else _with_stale_cache(model)
         ids = [model.encode(prompt) for prompt in prompts]
-        equality = tuple(_audit(model, engine, ids, settings, notify) for settings in _settings(rule, max_tokens))
+        equality = tuple(_audit(model, engine, ids, setting, notify) for setting in settings)
     if mistake is None and samples:
         notify(f"Drawing {samples} answers")
         outcome = sampled(model.engine, model.backend, model.encode("Say one word:"), samples)
@@ -204,9 +205,9 @@ def _with_stale_cache(model: Model) -> Engine:
 
 
 def _audit(
-    model: Model, engine: Engine, ids: Sequence[Sequence[int]], settings: tuple[str, SamplingParams], notify: Notify
+    model: Model, engine: Engine, ids: Sequence[Sequence[int]], setting: tuple[str, SamplingParams], notify: Notify
 ) -> Equality:
-    name, params = settings
+    name, params = setting
     notify(f"Comparing with plain decoding: {name}")
     return audit(model.plain().engine, engine, model.backend, ids, params, name)
 
