@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import foredraft.backends
-from foredraft.acceptance import RULES, chain
+from foredraft.acceptance import RULES, chain, default_rule
 from foredraft.backends.base import Backend, KVCache
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
@@ -150,6 +150,10 @@ def test_control_stale_cache_is_caught_by_equality(
     target: TransformersBackend, plain_ids: list[list[int]], drafter: str
 ) -> None:
     engine = Engine(StaleBackend(target), drafter_over(target, drafter))
+    if drafter == "early_exit":  # it drafts in the target's own cache, and sees that this is not the right one
+        with pytest.raises(AssertionError):
+            generate(engine, PROMPTS[0], replace(GREEDY, max_tokens=20))
+        return
     answers = [list(generate(engine, prompt, replace(GREEDY, max_tokens=20)).ids) for prompt in PROMPTS]
     assert answers != [ids[:20] for ids in plain_ids]
 
@@ -190,8 +194,17 @@ def drawn(few_tokens: Any, drafter: str, backend: str, rule: str) -> Counter[tup
     return Counter(completion.ids for completion in complete(engine, *requests))
 
 
+BY_EVERY_RULE = ("ngram", "draft")  # one of each kind of draw; the others by their default rule, to save time
+
+
 def drawing(lossy: bool) -> list[Row]:
-    return [row for row in MATRIX if fits(row) and RULES[row[2]].lossy == lossy and not RULES[row[2]].greedy]
+    rows = [row for row in MATRIX if fits(row) and RULES[row[2]].lossy == lossy and not RULES[row[2]].greedy]
+    return [row for row in rows if row[0] in BY_EVERY_RULE or row[2] == usual_rule(row[0])]
+
+
+def usual_rule(drafter: str) -> str:
+    kind = DRAFTERS[drafter]
+    return default_rule(kind.draws, kind.trees).name
 
 
 @pytest.mark.parametrize(("drafter", "backend", "rule"), drawing(lossy=False))
@@ -209,7 +222,7 @@ def test_sampled_output_of_a_lossy_rule_is_found_out(
     assert not g_test(drawn(few_tokens, drafter, backend, rule), exact).passed
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", BY_EVERY_RULE)
 def test_control_correction_without_subtraction_is_caught_on_the_engine(
     few_tokens: Any, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:

@@ -98,9 +98,9 @@ def play(backend: TransformersBackend, rounds: int, check_every: int) -> float:
             for row, path in zip(logits, [(), *paths(draft)], strict=True):
                 expected = plain_chain(backend.model, [*committed, root, *path])[-1]
                 worst = max(worst, float((row - expected).abs().max()))
-        path = random_path(chance, draft)
-        backend.commit(cache, path)
-        committed += [root, *(draft.tokens[node] for node in path)]
+        kept = random_path(chance, draft)
+        backend.commit(cache, kept)
+        committed += [root, *(draft.tokens[node] for node in kept)]
         assert cache.length == len(committed)
         if len(committed) > 400:
             backend.truncate(cache, 50)

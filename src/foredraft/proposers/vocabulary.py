@@ -13,8 +13,8 @@ vocabulary may be no quarter of it by count, and yet hold nearly all that it say
 
 Meaning = tuple[str, str]
 """The text of an id in the middle of a text, and an empty string. Of part of a character: what it decodes to (U+FFFD)
-and the token's own spelling, so that only tokenizers of one kind share such parts. One that spells all text in bytes and
-one that has bytes for unknown characters do not take them for the same characters."""
+and the token's own spelling, so that only tokenizers of one kind share such parts. One that spells all text in bytes
+and one that has bytes for unknown characters do not take them for the same characters."""
 
 
 @dataclass(frozen=True)
