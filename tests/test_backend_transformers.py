@@ -246,7 +246,10 @@ def test_model_families_with_full_attention_work(family: str) -> None:
     assert_like_a_plain_forward(backend, random_ids(24))
     greedy = SamplingParams(max_tokens=30)
     plain = generate(Engine(backend), [1, 2, 3], greedy)
+    layered = backend.capabilities.early_exit
     for name in DRAFTER_MAKERS:
+        if not layered and name in ("early_exit", "layer_skip"):
+            continue
         assert generate(Engine(backend, drafter_over(backend, name)), [1, 2, 3], greedy).ids == plain.ids
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from foredraft.backends.base import Capabilities
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import MOST_DRAFT_TOKENS, Engine
 from foredraft.errors import ForedraftError, InvalidInputError, UnsupportedError
@@ -32,6 +33,7 @@ from tiny import (
 
 PROMPT = [1, 2, 3]
 DRAFTER_NAMES = ["none", *DRAFTER_MAKERS]
+LEARN_FROM_EARLIER_ANSWERS = ("suffix", "recycling")  # so that drafts, though not text, depend on what came before
 
 
 def greedy(max_tokens: int = 40, **other: Any) -> SamplingParams:
@@ -298,7 +300,8 @@ def test_what_was_cut_off_was_not_rejected_either(target: TransformersBackend) -
 def test_a_seed_reproduces_and_another_does_not(target: TransformersBackend, name: str) -> None:
     engine = Engine(target, drafter_over(target, name))
     first, again, other = (generate(engine, PROMPT, sampled(seed)) for seed in (4, 4, 5))
-    assert (first.ids, first.origins) == (again.ids, again.origins)
+    assert first.ids == again.ids
+    assert first.origins == again.origins or name in LEARN_FROM_EARLIER_ANSWERS
     assert first.ids != other.ids  # thirty tokens alike by chance: less than 1e-9
 
 
@@ -330,9 +333,10 @@ def test_neighbours_do_not_change_an_answer(target: TransformersBackend, name: s
     together = complete(engine, *requests)
     for request, completion in zip(requests, together, strict=True):
         alone = complete(engine, request)[0]
-        assert (completion.ids, completion.origins) == (alone.ids, alone.origins)
-        assert completion.finish_reason == alone.finish_reason
-        assert completion.stats.target_forwards == alone.stats.target_forwards
+        assert (completion.ids, completion.finish_reason) == (alone.ids, alone.finish_reason)
+        if name not in LEARN_FROM_EARLIER_ANSWERS:
+            assert completion.origins == alone.origins
+            assert completion.stats.target_forwards == alone.stats.target_forwards
     assert together[0].ids == together[4].ids
 
 
@@ -414,8 +418,11 @@ def test_an_unknown_rule_is_refused(target: TransformersBackend) -> None:
         Engine(target, rule="blck")
 
 
-def test_drafts_that_branch_are_refused_where_they_cannot_be_verified(target: TransformersBackend) -> None:
+def test_drafts_that_branch_are_refused_where_they_cannot_be_verified(
+    target: TransformersBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter = Oracle(PROMPT, [])
     drafter.trees = True
+    monkeypatch.setattr(target, "capabilities", Capabilities(trees=False))
     with pytest.raises(UnsupportedError, match="'oracle' drafts trees, which backend 'transformers' cannot verify"):
         Engine(target, drafter)

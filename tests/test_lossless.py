@@ -173,7 +173,7 @@ DETECTABLE = 0.04
 
 @pytest.fixture(scope="module")
 def few_tokens() -> Any:
-    return tiny_llama(seed=2, layers=1, vocabulary=FEW)
+    return tiny_llama(seed=2, layers=2, vocabulary=FEW)
 
 
 @pytest.fixture(scope="module")

@@ -95,8 +95,8 @@ class DraftModelProposer(Proposer):
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Forget the own tokens that did not come true, whoever's draft was verified."""
         fed, self._fed = self._fed, []
-        right = 0
-        while right < min(len(fed), len(verdict.tokens)) and fed[right] == verdict.tokens[right]:
+        right, most = 0, min(len(fed), len(verdict.tokens) - 1)  # the last is the next root, which is fed again
+        while right < most and fed[right] == verdict.tokens[right]:
             right += 1
         if right < len(fed):
             self._backend.truncate(self._cache, self._cache.length - (len(fed) - right))
