@@ -188,3 +188,14 @@ def test_drafting_ends_where_the_settings_leave_only_ids_that_the_draft_model_la
     assert len(draft) == 2
     tell(drafting, draft, 2)
     assert drafting.propose([5, 6, 7, *draft.tokens, 50], 6) == Draft()
+
+
+def test_a_fed_token_that_comes_back_as_the_correction_is_scored_again(draft_backend: TransformersBackend) -> None:
+    drafting = proposer(draft_backend, SAMPLED)
+    draft = drafting.propose([5, 6, 7], 3)
+    nothing = torch.empty(0)
+    verdict = Verdict((), draft.tokens[:1], rejected=True)  # of another drafter's draft, say
+    drafting.observe(Verification(draft, nothing, nothing, root=7), verdict)
+    tokens = [5, 6, 7, draft.tokens[0]]
+    found = drafting.propose(tokens, 3)
+    assert torch.allclose(rows(found), expected_q(draft_backend.model, tokens, found, SAMPLED), atol=1e-4)
