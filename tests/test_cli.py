@@ -647,3 +647,14 @@ def test_the_program_runs_as_a_module(tiny_folder: Path, answer: Completion, tmp
     assert json.loads(done.stdout)["ids"] == list(answer.ids)
     assert "GB of weights" in done.stderr
     assert "Warning" not in done.stderr
+
+
+def test_tune_skip_writes_a_set_that_layer_skip_loads(
+    run: Run, generate: Run, tiny_folder: Path, tmp_path: Path
+) -> None:
+    texts, out = tmp_path / "prompts.txt", tmp_path / "set.json"
+    texts.write_text("hello\nthe end\n", encoding="utf-8")
+    options = ("--out", str(out), "--max-tokens", "8", "--steps", "6")
+    result = run("tune-skip", str(tiny_folder), str(texts), *options)
+    assert result.status == 0 and "of the weights" in result.out
+    assert generate("--drafter", f"layer_skip:{out}", "--compare").status == 0

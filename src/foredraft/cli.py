@@ -260,6 +260,40 @@ def trace(
     typer.echo(f"written: {out} ({stats.tokens} tokens in {stats.target_forwards} rounds)")
 
 
+@app.command()
+def tune_skip(
+    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
+    texts: Annotated[
+        Path, typer.Argument(help="A file of prompts like yours, one a line: the model answers them first.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where to write the skip set.")] = Path("skip-set.json"),
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    steps: Annotated[int, typer.Option(help="Most sets to try.")] = 200,
+    seconds: Annotated[float, typer.Option(help="Most time to search.")] = 300.0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Search which sublayers drafts can leave out, on your own text; for --drafter layer_skip:FILE."""
+    prompts = [line for line in _read(texts).splitlines() if line.strip()]
+    with _progress() as notify:
+        loaded = _load(model, "suffix", notify, verbose=False, device=device, dtype=dtype)
+        from foredraft.backends.transformers import TransformersBackend
+        from foredraft.proposers.skip_search import search_skip_set
+
+        assert isinstance(loaded.backend, TransformersBackend)
+        notify("Answering the prompts")
+        params = SamplingParams(max_tokens=max_tokens)
+        ids = [loaded.encode(prompt) for prompt in prompts]
+        answered = [[*prompt, *loaded.generate(prompt, params).ids] for prompt in ids]
+        notify("Searching")
+        found = search_skip_set(loaded.backend.model, answered, steps=steps, seconds=seconds, notify=notify)
+    found.write(out)
+    typer.echo(
+        f"{out}: without attention {list(found.attention)} and MLP {list(found.mlp)} drafts read {found.share:.0%} of "
+        f"the weights and agree on {found.agreement:.0%} of {found.tokens} tokens; expected {found.speedup:.2f}x"
+    )
+
+
 @models_app.callback()
 def list_models(context: typer.Context) -> None:
     """List the bundled models, or fetch one with `pull`."""
