@@ -292,6 +292,8 @@ def tune_skip(
         f"{out}: without attention {list(found.attention)} and MLP {list(found.mlp)} drafts read {found.share:.0%} of "
         f"the weights and agree on {found.agreement:.0%} of {found.tokens} tokens; expected {found.speedup:.2f}x"
     )
+    if found.speedup < 1:
+        typer.echo("Leaving out sublayers does not pay with this model: use another drafter, such as suffix.")
 
 
 @models_app.callback()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 
+from foredraft.backends.base import KVCache
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
@@ -102,6 +103,11 @@ class HybridProposer(Proposer):
     def forwards(self) -> int:  # type: ignore[override]
         """Forwards of all parts' draft models."""
         return sum(part.forwards for part in self._parts.values())
+
+    def attach(self, cache: KVCache) -> None:
+        """Hand the target's cache to every part."""
+        for part in self._parts.values():
+            part.attach(cache)
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The likeliest `budget` nodes of all parts' drafts, by calibrated path probability."""
