@@ -13,10 +13,10 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from common import load_prompts
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import foredraft
+from common import load_prompts
 from foredraft.api import Loader, Model, parse_drafter
 
 
@@ -43,9 +43,7 @@ def main() -> None:
             stats = [model.generate(prompt, params).stats for prompt in prompts]
             tokens, forwards = sum(s.tokens for s in stats), sum(s.target_forwards for s in stats)
             sources: Counter[str] = sum((Counter(s.accepted_from) for s in stats), Counter())
-            print(
-                f"{name:<28}{nodes:>4} nodes  {tokens / forwards:.3f} tokens a forward ({tokens} tokens) {dict(sources)}"
-            )
+            print(f"{name:<28}{nodes:>4} nodes  {tokens / forwards:.3f} tokens a forward ({tokens}) {dict(sources)}")
             rows.append({"drafter": name, "nodes": nodes, "tokens": tokens, "target_forwards": forwards})
     print(json.dumps({"model": options.model, "prompts": len(prompts), "rows": rows}))
 
