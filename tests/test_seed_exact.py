@@ -17,6 +17,7 @@ from torch import Tensor
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.generation import Request
+from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.ngram import NGram
 from foredraft.types import Completion, SamplingParams
 from tiny import DRAFTER_MAKERS, VOCABULARY, complete, drafter_over, generate
@@ -144,6 +145,14 @@ def test_an_answer_continued_with_its_seed_is_the_answer_in_one(target: Transfor
         rest = replace(PARAMS, max_tokens=30 - cut)
         for engine in (Engine(target), seed_exact(target, "ngram"), seed_exact(target, "draft")):
             assert generate(engine, [*PROMPT, *whole[:cut]], rest).ids == whole[cut:]
+
+
+def test_a_draft_model_that_is_the_target_is_always_right(target: TransformersBackend) -> None:
+    """Both draw a position with the same noise: drafts are wrong where the models differ, and nowhere else."""
+    twin = DraftModel(TransformersBackend(target.model), VOCABULARY)
+    for params in (PARAMS, replace(PARAMS, temperature=2.0, top_p=0.9, frequency_penalty=0.5)):
+        stats = generate(Engine(target, twin, draft_tokens=4, rule="seed-exact"), PROMPT, params).stats
+        assert stats.acceptance_rate == 1.0 and stats.accepted == 24
 
 
 def test_it_is_the_default_where_nothing_is_drawn(target: TransformersBackend) -> None:

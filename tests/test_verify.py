@@ -133,7 +133,14 @@ def test_a_lead_larger_than_the_drift_is_a_defect(target: TransformersBackend) -
     assert difference.gap == pytest.approx(1e-3, rel=0.1) and difference.drift < 1e-4
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+LOADED = {"logit_bias": {40: 6.0, 41: 6.0, 42: 6.0}, "frequency_penalty": 2.0, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SEEDED, replace(GREEDY, **LOADED), replace(SEEDED, **LOADED)],  # type: ignore[arg-type]
+    ids=["greedy", "seeded", "greedy with settings", "seeded with settings"],
+)
 def test_a_wrong_model_is_a_defect(target: TransformersBackend, params: SamplingParams) -> None:
     expected = generate(Engine(target), PROMPT, params).ids
 
