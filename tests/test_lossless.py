@@ -150,10 +150,6 @@ def test_control_stale_cache_is_caught_by_equality(
     target: TransformersBackend, plain_ids: list[list[int]], drafter: str
 ) -> None:
     engine = Engine(StaleBackend(target), drafter_over(target, drafter))
-    if drafter == "early_exit":  # it drafts in the target's own cache, and sees that this is not the right one
-        with pytest.raises(AssertionError):
-            generate(engine, PROMPTS[0], replace(GREEDY, max_tokens=20))
-        return
     answers = [list(generate(engine, prompt, replace(GREEDY, max_tokens=20)).ids) for prompt in PROMPTS]
     assert answers != [ids[:20] for ids in plain_ids]
 

@@ -21,8 +21,9 @@ from foredraft.cli import main
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError
 from foredraft.generation import Request
+from foredraft.pages import whole_file
 from foredraft.proposers.draft_model import DraftModel
-from foredraft.trace import Labels, NodeView, Trace, lay_out, percent, record, render, whole_file
+from foredraft.trace import Labels, NodeView, Trace, lay_out, percent, record, render
 from foredraft.types import Draft, RoundDetail, SamplingParams, Verdict
 from tiny import collect, perturbed, plain_chain, rounds_of, tiny_llama, tiny_metaspace_tokenizer, tokens_of
 

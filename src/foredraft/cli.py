@@ -244,7 +244,8 @@ def trace(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")] = False,
 ) -> None:
     """Write a page that shows each round: what was drafted, what the target made of it, and the text it gave."""
-    from foredraft.trace import record, render, whole_file
+    from foredraft.pages import whole_file
+    from foredraft.trace import record, render
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _prompt_from_stdin() if prompt == "-" else prompt

@@ -7,6 +7,7 @@ from time import perf_counter
 
 from foredraft.acceptance import RULES, Draws, Rule
 from foredraft.backends.base import Backend, Query
+from foredraft.checks import is_integer, require
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Generation, Request, Setup
 from foredraft.proposers.base import Drafter, Verification
@@ -44,15 +45,12 @@ class Engine:
     ) -> None:
         if draft_tokens is None:
             draft_tokens = drafter.draft_tokens if drafter is not None else 0
-        if type(draft_tokens) is not int or not 0 <= draft_tokens <= MOST_DRAFT_TOKENS:
-            raise InvalidInputError(
-                f"draft_tokens is {draft_tokens!r}, but must be an integer in [0, {MOST_DRAFT_TOKENS}]."
-            )
+        good = is_integer(draft_tokens) and 0 <= draft_tokens <= MOST_DRAFT_TOKENS
+        require("draft_tokens", draft_tokens, good, f"an integer in [0, {MOST_DRAFT_TOKENS}]")
         if rule is not None and rule not in RULES:
             raise InvalidInputError(f"There is no acceptance rule '{rule}'; known: {', '.join(RULES)}.")
         if drafter is not None:
             _refuse_misfits(drafter, backend, RULES[rule] if rule is not None else None)
-        self._backend = backend
         self.setup = Setup(
             backend=backend,
             drafter=drafter if draft_tokens else None,
@@ -81,7 +79,7 @@ class Engine:
 
         started = perf_counter()
         queries = [Query(g.cache, g.tokens[-1], draft) for g, draft in zip(running.values(), drafts, strict=True)]
-        scored = self._backend.forward(queries)
+        scored = self.setup.backend.forward(queries)
         verify_seconds = perf_counter() - started
 
         for (index, g), (_, root, draft), logits in zip(running.items(), queries, scored, strict=True):
@@ -89,7 +87,7 @@ class Engine:
             p = g.score(draft, logits)
             verdict = g.rule.decide(draft, p, g.source.at(len(g.tokens)))
             verdict, events = g.emit(verdict)
-            self._backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
+            self.setup.backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
             accept_seconds = perf_counter() - started
             events += g.close_round(Verification(draft, logits, p, root), verdict, verify_seconds, accept_seconds)
             yield from ((index, event) for event in events)

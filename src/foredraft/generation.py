@@ -140,9 +140,9 @@ class Generation:
     def propose(self) -> Draft:
         """A draft that leaves room for the token that every round adds."""
         self._draft_cost = (0, 0.0)
-        budget = min(self._setup.draft_tokens, self._limit - len(self.tokens) - 1)
-        if self._proposer is None or budget < 1:
+        if self._proposer is None:
             return Draft()
+        budget = min(self._setup.draft_tokens, self._limit - len(self.tokens) - 1)
         started, forwards = perf_counter(), self._proposer.forwards
         draft = self._proposer.propose(self.tokens, budget)
         self._draft_cost = (self._proposer.forwards - forwards, perf_counter() - started)

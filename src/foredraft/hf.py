@@ -125,7 +125,10 @@ def custom_generate(
         requests = [
             Request(
                 row.prompt,
-                SamplingParams(max_tokens=generation_config.max_length - input_ids.shape[1], seed=_fresh_seed()),
+                SamplingParams(
+                    max_tokens=generation_config.max_length - input_ids.shape[1],
+                    seed=_fresh_seed() if generation_config.do_sample else 0,
+                ),
                 law=_ProcessorLaw(row, logits_processor, greedy=not generation_config.do_sample),
                 halt=row.halt(stopping_criteria),
                 cache=cache,

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,15 +152,17 @@ def _defect(model: BundledModel, file: Path) -> str | None:
     size = file.stat().st_size
     if size != model.size:
         return f"it has {size} bytes, not {model.size}"
-    with file.open("rb") as stream:
-        digest = _sha256(stream.read)
+    digest = sha256_of([file])
     return None if digest == model.sha256 else f"its sha256 is {digest}, not {model.sha256}"
 
 
-def _sha256(read: Callable[[int], bytes]) -> str:
+def sha256_of(files: Iterable[Path]) -> str:
+    """The sha256 of files read one after the other, in hex."""
     digest = hashlib.sha256()
-    while block := read(1 << 20):
-        digest.update(block)
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 

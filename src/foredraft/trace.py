@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jinja2
-
-from foredraft.errors import InvalidInputError
+from foredraft import pages
 from foredraft.generation import Request
 from foredraft.tree import children, depths
 from foredraft.types import Completion, Draft, Origin, RoundDetail, RoundEvent, RoundStats, SamplingParams, TokenEvent
@@ -132,10 +126,7 @@ def record(
 
 def render(trace: Trace) -> str:
     """The page: one HTML file that needs nothing else. Everything the model or the user wrote is escaped."""
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("foredraft", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    return templates.get_template("trace.html").render(t=trace, stats=trace.completion.stats, percent=percent)
+    return pages.render("trace.html", t=trace, stats=trace.completion.stats, percent=percent)
 
 
 class Labels:
@@ -263,37 +254,3 @@ def _summary(detail: RoundDetail, labels: Labels) -> str:
     else:
         end = f"Nothing was drafted beyond, so it added {added} as a bonus."
     return f"{drafted} {scored} {end} {len(emitted)} token{'s' * (len(emitted) > 1)} for one forward."
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Callable[[str], None]]:
-    """Yields what writes the text of `path`: whole or not at all. An older file stays until then.
-
-    Raises:
-        InvalidInputError: `path` cannot be written; told before the block begins wherever that can be known.
-    """
-    try:
-        target = path.resolve()
-        if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
-            raise InvalidInputError(f"Cannot write {path}: it is no file, or is protected. Give another name.")
-        beside = target.with_name(f".{secrets.token_hex(8)}.part")
-        beside.touch(exist_ok=False)
-    except (OSError, RuntimeError) as error:  # the latter for links in a circle
-        raise _cannot_write(path, error) from error
-
-    def write(text: str) -> None:
-        try:
-            beside.write_text(text, encoding="utf-8", errors="replace", newline="\n")
-            beside.replace(target)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
-
-    try:
-        yield write
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _cannot_write(path: Path, error: OSError | RuntimeError) -> InvalidInputError:
-    why = getattr(error, "strerror", None) or error
-    return InvalidInputError(f"Cannot write {path} ({why}): give a file in a folder that exists and has room.")

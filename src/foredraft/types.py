@@ -5,12 +5,11 @@ All are frozen. Settings check themselves when they are built, so that nothing h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from foredraft.errors import InvalidInputError
+from foredraft.checks import is_integer, is_number, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,14 +19,6 @@ Origin = Literal["draft", "correction", "bonus"]
 
 FinishReason = Literal["stop_token", "stop_string", "length", "halted"]
 """Why an answer ended. `length` is the token limit or the end of the context; `halted` a caller's own test."""
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,31 +71,29 @@ class SamplingParams:
             object.__setattr__(self, name, value if strings is None else strings)
             good = strings is not None and all(isinstance(s, str) and s for s in strings)
             self._require(name, good, "a string or a list of strings, none of them empty")
-        self._require("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
-        self._require("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
-        self._require("top_k", _is_integer(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all)")
-        self._require("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
-        self._require("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
-        good_seed = self.seed is None or (_is_integer(self.seed) and 0 <= self.seed < 2**63)
+        self._require("max_tokens", is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
+        self._require("temperature", is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
+        self._require("top_k", is_integer(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all)")
+        self._require("top_p", is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
+        self._require("min_p", is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
+        good_seed = self.seed is None or (is_integer(self.seed) and 0 <= self.seed < 2**63)
         self._require("seed", good_seed, "an integer in [0, 2**63), or None for a fresh one")
-        positive = _is_number(self.repetition_penalty) and self.repetition_penalty > 0
+        positive = is_number(self.repetition_penalty) and self.repetition_penalty > 0
         self._require("repetition_penalty", positive, "a number > 0 (1 is off)")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
-            self._require(name, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
+            self._require(name, is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
         good_bias = isinstance(self.logit_bias, Mapping) and all(
-            _is_integer(i) and i >= 0 and _is_number(bias) and -100 <= bias <= 100
-            for i, bias in self.logit_bias.items()
+            is_integer(i) and i >= 0 and is_number(bias) and -100 <= bias <= 100 for i, bias in self.logit_bias.items()
         )
         self._require("logit_bias", good_bias, "a mapping of token ids to numbers in [-100, 100]")
-        good_minimum = _is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        good_minimum = is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
         self._require("min_tokens", good_minimum, f"an integer in [0, max_tokens = {self.max_tokens}]")
-        good_logprobs = self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= 20)
+        good_logprobs = self.logprobs is None or (is_integer(self.logprobs) and 0 <= self.logprobs <= 20)
         self._require("logprobs", good_logprobs, "an integer in [0, 20], or None for none")
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:
-        if not ok:
-            raise InvalidInputError(f"{name} is {getattr(self, name)!r}, but must be {allowed}.")
+        require(name, getattr(self, name), ok, allowed)
 
     @property
     def greedy(self) -> bool:

@@ -50,12 +50,12 @@ class TransformersCache(KVCache):
     def gather(self, path: Sequence[int]) -> None:
         """Move the rows of these pending nodes up behind the root's."""
         first = self.length + 1
+        rows = torch.tensor(path) + first
         for layer in self.kv.layers:
             assert isinstance(layer, DynamicLayer)
             for states in (layer.keys, layer.values):  # [1, heads, rows, head_dim]
                 assert isinstance(states, Tensor)
-                rows = torch.tensor(path, device=states.device) + first
-                states[..., first : first + len(path), :] = states[..., rows, :]
+                states[..., first : first + len(path), :] = states[..., rows.to(states.device), :]
 
     def drop(self, rows: int) -> None:
         """Forget the last `rows` rows."""

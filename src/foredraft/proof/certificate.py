@@ -7,22 +7,26 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from foredraft.errors import InvalidInputError
+from foredraft.pages import render, whole_file
 from foredraft.proof.verify import Certificate
-
-_TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("foredraft", "proof"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-)
 
 
 def write(certificate: Certificate, folder: Path) -> tuple[Path, Path]:
-    """Write `certificate.json` and `certificate.html` into the folder; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    record, page = folder / "certificate.json", folder / "certificate.html"
+    """Write `certificate.json` and `certificate.html` into the folder; return their paths.
+
+    Raises:
+        InvalidInputError: They cannot be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(f"Cannot make the folder {folder} ({error.strerror}): give another.") from error
     text = json.dumps(_finite(certificate.to_dict()), indent=2, ensure_ascii=False, allow_nan=False)
-    record.write_text(f"{text}\n", encoding="utf-8")
-    page.write_text(_TEMPLATES.get_template("certificate.html").render(c=certificate), encoding="utf-8")
+    record, page = folder / "certificate.json", folder / "certificate.html"
+    with whole_file(record) as write_record, whole_file(page) as write_page:
+        write_record(f"{text}\n")
+        write_page(render("proof/certificate.html", c=certificate))
     return record, page
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from foredraft.api import Model
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError
-from foredraft.models import ModelFiles, Notify
+from foredraft.models import ModelFiles, Notify, sha256_of
 from foredraft.proof.audit import Equality, audit, sampled
 from foredraft.proof.controls import CONTROLS, Control, stale_cache
 from foredraft.proof.enumeration import Decide, Propose, ancestral_law, joint_law, total_variation
@@ -216,9 +215,5 @@ def _identity(files: ModelFiles | None) -> dict[str, str]:
     """What the user called the model, and sha256 over its weights' files."""
     if files is None:
         return {"reference": "a model in memory", "sha256": "not a file"}
-    digest = hashlib.sha256()
-    for file in [files.path] if files.is_gguf else sorted(files.path.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
-    return {"reference": files.reference, "sha256": digest.hexdigest()}
+    weights = [files.path] if files.is_gguf else sorted(files.path.glob("*.safetensors"))
+    return {"reference": files.reference, "sha256": sha256_of(weights)}

@@ -35,7 +35,10 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
-        """A draft of at most `budget` nodes below the last of `tokens`, all tokens so far. May be empty."""
+        """A draft of at most `budget` nodes below the last of `tokens`, all tokens so far. May be empty.
+
+        It is asked once a round; `budget` is 0 in the last one if a single token is left to emit.
+        """
 
     def attach(self, cache: KVCache) -> None:  # noqa: B027  (most need no target)
         """Get the target's cache of this sequence, before the first draft: for those who draft with the target."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from foredraft.backends.base import Backend
 from foredraft.backends.partial import USE_INSTEAD, fingerprint, refuse_unless_layered, sublayer_sizes, without
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import InvalidInputError, ModelError, UnsupportedError
+from foredraft.pages import whole_file
 from foredraft.proposers.base import Argument
 from foredraft.proposers.draft_model import DraftModel
 
@@ -59,11 +59,9 @@ class SkipSet:
         record = {"foredraft": _KIND, "version": _VERSION, **asdict(self)}
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=file.parent) as staging:
-                fresh = Path(staging) / file.name
-                fresh.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-                fresh.replace(file)
-        except OSError as error:
+            with whole_file(file) as write:
+                write(json.dumps(record, indent=1) + "\n")
+        except (OSError, InvalidInputError) as error:
             raise ModelError(f"Cannot write the skip set {file} ({error}): choose another place.") from error
 
     @classmethod

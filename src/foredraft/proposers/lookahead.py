@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foredraft.errors import InvalidInputError
+from foredraft.checks import is_integer, require
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
@@ -36,8 +36,7 @@ class LookaheadSettings:
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("ngram", 2), ("candidates", 1)):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InvalidInputError(f"{name} of lookahead is {value!r}, but must be an integer >= {least}.")
+            require(f"{name} of lookahead", value, is_integer(value) and value >= least, f"an integer >= {least}")
 
 
 class Lookahead(Drafter):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import isfinite
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from foredraft.backends.base import Backend
-from foredraft.errors import InvalidInputError, ModelError
+from foredraft.checks import is_integer, is_number, require
+from foredraft.errors import ModelError
 from foredraft.proposers.base import Drafter, Proposer
 from foredraft.proposers.files import read_arrays, write_arrays
 from foredraft.proposers.suffix_kernels import Limits
@@ -57,18 +57,18 @@ class SuffixSettings:
 
     def __post_init__(self) -> None:
         self._require(
-            "max_depth", _is_integer(self.max_depth) and 2 <= self.max_depth <= 1024, "an integer in [2, 1024]"
+            "max_depth", is_integer(self.max_depth) and 2 <= self.max_depth <= 1024, "an integer in [2, 1024]"
         )
         for name in ("factor", "offset", "smoothing", "global_smoothing"):
-            self._require(name, _is_number(getattr(self, name)), "a number >= 0")
-        self._require("floor", _is_number(self.floor) and self.floor <= 1, "a number in [0, 1]")
-        good_bytes = _is_integer(self.global_bytes) and (self.global_bytes == 0 or self.global_bytes >= _LEAST_BYTES)
+            value = getattr(self, name)
+            self._require(name, is_number(value) and value >= 0, "a number >= 0")
+        self._require("floor", is_number(self.floor) and 0 <= self.floor <= 1, "a number in [0, 1]")
+        good_bytes = is_integer(self.global_bytes) and (self.global_bytes == 0 or self.global_bytes >= _LEAST_BYTES)
         self._require("global_bytes", good_bytes, f"0 or an integer >= {_LEAST_BYTES}")
         self._require("chains_only", isinstance(self.chains_only, bool), "True or False")
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:
-        if not ok:
-            raise InvalidInputError(f"{name} is {getattr(self, name)!r}, but must be {allowed}.")
+        require(name, getattr(self, name), ok, allowed)
 
     @property
     def longest_match(self) -> int:
@@ -184,11 +184,3 @@ def _compile() -> None:
     tree.add([1, 1])
     tree.propose(np.array([1], dtype=np.int32), SuffixSettings().limits(1, 1.0))
     tree.forget_oldest()
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and value >= 0
