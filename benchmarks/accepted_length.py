@@ -8,30 +8,20 @@ Prints a line for each drafter and budget, then one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
-from pathlib import Path
-
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import foredraft
-from common import load_prompts
+from common import arguments, load_prompts
 from foredraft.api import Loader, Model, parse_drafter
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    parser = arguments(__doc__, limit=8, max_tokens=64)
     parser.add_argument("--drafters", default="ngram,suffix,recycling,hybrid:suffix+recycling")
     parser.add_argument("--nodes", default="8")
-    parser.add_argument("--prompts", type=Path, help="JSON lines or plain lines; default: prompts in this folder")
-    parser.add_argument("--limit", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    set_verbosity_error()  # type: ignore[no-untyped-call]
     target = foredraft.load(options.model, "none")
     prompts = load_prompts(options.prompts, options.limit)
     params = foredraft.SamplingParams(max_tokens=options.max_tokens)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 PROMPTS = (
     "Repeat this list with every price doubled: apples 3, pears 4, plums 6, cherries 8, grapes 5, figs 7.",
@@ -23,6 +26,18 @@ PROMPTS = (
     "Fix the spelling and return the whole text: I recieved the pakage yesterday and the pakage was allready open. "
     "Please tell me how I can return the pakage.",
 )
+
+
+def arguments(doc: str | None, *, limit: int, max_tokens: int) -> argparse.ArgumentParser:
+    """What all of them take; transformers' own progress bars and warnings are turned off."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    set_verbosity_error()  # type: ignore[no-untyped-call]
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    parser.add_argument("--prompts", type=Path, help="JSON lines or plain lines; default: prompts of these scripts")
+    parser.add_argument("--limit", type=int, default=limit, help="prompts, spread over the file")
+    parser.add_argument("--max-tokens", type=int, default=max_tokens)
+    return parser
 
 
 def load_prompts(path: Path | None, limit: int) -> list[str]:

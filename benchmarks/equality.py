@@ -9,33 +9,24 @@ truncated copy of the target. Prints a line for each pair, then one JSON line; t
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import foredraft
-from common import load_prompts, truncated
+from common import arguments, load_prompts, truncated
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="smollm2-135m")
-    parser.add_argument("--prompts", type=Path, help="JSON lines or plain lines; default: the benchmark's own prompts")
-    parser.add_argument("--limit", type=int, default=20)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser = arguments(__doc__, limit=20, max_tokens=64)
     parser.add_argument("--draft-layers", type=int, default=10, help="layers of the truncated draft model")
     parser.add_argument("--temperature", type=float, default=0.0)
     options = parser.parse_args()
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    set_verbosity_error()  # type: ignore[no-untyped-call]
     greedy = options.temperature == 0
     rule = None if greedy else "seed-exact"
     ngram = foredraft.load(options.model, "ngram", dtype="float32", rule=rule)

@@ -9,19 +9,16 @@ Prints a table, then one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import foredraft
-from common import counted_forwards, load_prompts
+from common import arguments, counted_forwards, load_prompts
 from foredraft.api import Model
 
 LOOKUP = 10  # prompt_lookup_num_tokens, the value of transformers' documentation
@@ -82,19 +79,13 @@ def theirs(model: Model, max_tokens: int, **options: int) -> Method:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="smollm2-135m")
-    parser.add_argument("--prompts", type=Path, help="JSON lines or plain lines; default: prompts in this script")
-    parser.add_argument("--limit", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser = arguments(__doc__, limit=8, max_tokens=64)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--draft-tokens", type=int)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args()
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    set_verbosity_error()  # type: ignore[no-untyped-call]
     model = foredraft.load(
         options.model, "ngram", draft_tokens=options.draft_tokens, device=options.device, dtype=options.dtype
     )

@@ -20,6 +20,8 @@ from transformers.utils import logging as transformers_logging
 
 import foredraft
 from foredraft import api, models
+from foredraft.acceptance import RULES
+from foredraft.api import KNOWN_DRAFTERS
 from foredraft.cli import main
 from foredraft.proof.controls import CONTROLS
 from foredraft.types import Completion, FinishEvent, SamplingParams, TokenEvent
@@ -658,3 +660,11 @@ def test_tune_skip_writes_a_set_that_layer_skip_loads(
     result = run("tune-skip", str(tiny_folder), str(texts), *options)
     assert result.status == 0 and "of the weights" in result.out
     assert generate("--drafter", f"layer_skip:{out}", "--compare").status == 0
+
+
+def test_the_help_names_every_drafter_and_rule(run: Run) -> None:
+    shown = " ".join(run("generate", "--help").out.replace("│", " ").split())
+    for drafter in KNOWN_DRAFTERS.split(", "):
+        assert drafter in shown
+    for rule in RULES.values():
+        assert rule.greedy or rule.name in shown

@@ -17,24 +17,10 @@ from foredraft.proposers.draft_model import DraftModel
 from foredraft.randomness import RandomSource, TorchSource
 from foredraft.sampling import SamplingLaw, probabilities
 from foredraft.types import Draft, SamplingParams, Verdict
-from tiny import VOCABULARY, CountingBackend, generate, plain_chain, tiny_llama
+from tiny import VOCABULARY, CountingBackend, RecordingSource, generate, plain_chain, tiny_llama
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.95)
 GREEDY = SamplingParams()
-
-
-class RecordingSource(TorchSource):
-    """Keeps what it drew, and from which weights."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(torch.Generator().manual_seed(seed))
-        self.drawn: list[int] = []
-        self.weights: list[Tensor] = []
-
-    def draw(self, weights: Tensor, depth: int = 0) -> int:
-        self.weights.append(weights)
-        self.drawn.append(super().draw(weights, depth))
-        return self.drawn[-1]
 
 
 def proposer(

@@ -57,10 +57,9 @@ from foredraft.proposers.early_exit import EarlyExit
 from foredraft.proposers.layer_skip import LayerSkip, SkipSet, default_skip_set, expected_speedup
 from foredraft.proposers.self_quant import Int8Linear, SelfQuantized, quantize
 from foredraft.proposers.skip_search import search_skip_set
-from foredraft.randomness import TorchSource
 from foredraft.sampling import SamplingLaw, probabilities
 from foredraft.types import Draft, SamplingParams
-from tiny import VOCABULARY, CountingBackend, complete, generate, plain_chain, seeded, tiny_llama
+from tiny import VOCABULARY, CountingBackend, RecordingSource, complete, generate, plain_chain, seeded, tiny_llama
 
 LAYERS = 4
 EXIT = 2
@@ -261,20 +260,6 @@ def test_control_a_first_layer_that_keeps_rejected_rows_is_noticed(backend: Tran
 
 
 # Early exit: the drafts
-
-
-class RecordingSource(TorchSource):
-    """Keeps what it drew, and from which weights."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(torch.Generator().manual_seed(seed))
-        self.drawn: list[int] = []
-        self.weights: list[Tensor] = []
-
-    def draw(self, weights: Tensor, depth: int = 0) -> int:
-        self.weights.append(weights)
-        self.drawn.append(super().draw(weights, depth))
-        return self.drawn[-1]
 
 
 def early_draft(

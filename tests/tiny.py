@@ -24,7 +24,7 @@ from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
 from foredraft.proposers.self_quant import SelfQuantized
 from foredraft.proposers.suffix import Suffix
-from foredraft.randomness import RandomSource
+from foredraft.randomness import RandomSource, TorchSource
 from foredraft.sampling import Law
 from foredraft.types import Completion, Draft, Event, FinishEvent, RoundEvent, SamplingParams, TokenEvent
 
@@ -160,7 +160,7 @@ class CountingBackend(Backend):
 class Oracle(Drafter):
     """Drafts what it was told will follow, right or wrong: `known` are the answers' tokens after their prompts."""
 
-    name = "oracle"
+    name = usage = "oracle"
     draft_tokens = 7
     when_nothing_is_accepted = "the oracle was told something wrong"
 
@@ -206,3 +206,17 @@ def plain_chain(model: Any, ids: Sequence[int]) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
     return logits
+
+
+class RecordingSource(TorchSource):
+    """Keeps what it drew, and from which weights."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(torch.Generator().manual_seed(seed))
+        self.drawn: list[int] = []
+        self.weights: list[Tensor] = []
+
+    def draw(self, weights: Tensor, depth: int = 0) -> int:
+        self.weights.append(weights)
+        self.drawn.append(super().draw(weights, depth))
+        return self.drawn[-1]

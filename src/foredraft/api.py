@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
     DrafterLike: TypeAlias = str | Drafter | PreTrainedModel | None
 
-KNOWN_DRAFTERS = (
-    "none, ngram, suffix, recycling, lookahead, draft:REF, early_exit:L, layer_skip[:FILE], self_quant, hybrid:A+B"
-)
+KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in DRAFTERS.values()), Hybrid.usage))
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """A user's message, token ids as they are, or chat messages with `role` and `content`."""
@@ -63,7 +61,7 @@ def load(
 
     Args:
         model: A bundled name, a folder, a `.gguf` file, a hub id, or a transformers model (then give its `tokenizer`).
-        drafter: `"ngram"`, `"draft:REF"` with a model reference, `"none"` or `None`, a transformers model of the same
+        drafter: One of `KNOWN_DRAFTERS` (REF is a model reference), `None` for none, a transformers model of the same
             vocabulary, or a `Drafter`.
         tokenizer: The tokenizer of a transformers model that was passed in.
         draft_tokens: Most tokens a draft may have; `None` takes what suits the drafter.
@@ -199,11 +197,11 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
     if name == "none":
         _refuse_argument(name, argument)
         return None
-    takes = DRAFTERS[name].argument
-    if takes == "required" and not argument:
-        raise InvalidInputError(f"Drafter '{name}' needs more: draft:REF with a model, early_exit:L with a number.")
-    if takes == "none":
+    usage = DRAFTERS[name].usage
+    if usage == name:
         _refuse_argument(name, argument)
+    elif "[" not in usage and not argument:
+        raise InvalidInputError(f"Drafter '{name}' needs more: draft:REF with a model, early_exit:L with a number.")
     return name, argument
 
 

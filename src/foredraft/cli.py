@@ -7,8 +7,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,13 +20,13 @@ from rich.text import Text
 
 from foredraft import __version__
 from foredraft.errors import ForedraftError, InvalidInputError
-from foredraft.types import FinishEvent, SamplingParams, TokenEvent
+from foredraft.terminal import SAME_TEXT, progress, show_certificate, show_figures, stream
+from foredraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from foredraft.api import Model
     from foredraft.models import Notify
-    from foredraft.proof.verify import Certificate
-    from foredraft.types import Completion, Origin, Stats
+    from foredraft.types import Completion
 
 app = typer.Typer(
     help="Lossless speculative decoding: faster generation from the language model you already have.",
@@ -38,12 +37,30 @@ app = typer.Typer(
 models_app = typer.Typer(help="List the bundled models, or fetch one.", invoke_without_command=True)
 app.add_typer(models_app, name="models")
 
-STYLES: dict[Origin, str] = {"draft": "green", "correction": "bold yellow", "bonus": "underline cyan"}
-MEANING: dict[Origin, str] = {
-    "draft": "proposed by the drafter and accepted",
-    "correction": "the target's token where a draft was rejected",
-    "bonus": "the target's token after all of a draft",
-}
+# Arguments and options that several commands have.
+ModelArgument = Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")]
+PromptArgument = Annotated[str, typer.Argument(help="The prompt, or - to read it from standard input.")]
+DrafterOption = Annotated[
+    str,
+    typer.Option(
+        help="What drafts: none, ngram, suffix, recycling, lookahead, draft:REF, early_exit:L, layer_skip[:FILE], "
+        "self_quant, hybrid:A+B. REF is a model; hybrid joins others, as in hybrid:suffix+recycling."
+    ),
+]
+DraftTokensOption = Annotated[
+    int | None, typer.Option(help="Most tokens to draft a round, 0 to 64; the default suits the drafter.")
+]
+RuleOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Acceptance rule: seed-exact, block, token; for trees also walk, recursive, hu, traversal. The default "
+        "suits the drafter."
+    ),
+]
+NoChatOption = Annotated[bool, typer.Option("--no-chat", help="Continue the prompt as it is, without chat template.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+DtypeOption = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,15 +95,10 @@ def common(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
-    prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from standard input.")],
-    drafter: Annotated[
-        str,
-        typer.Option(help="What drafts: none, ngram (copies from prompt and answer), or draft:REF (a second model)."),
-    ] = "ngram",
-    draft_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to draft a round, 0 to 64; the default suits the drafter.")
-    ] = None,
+    model: ModelArgument,
+    prompt: PromptArgument,
+    drafter: DrafterOption = "ngram",
+    draft_tokens: DraftTokensOption = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
@@ -108,9 +120,7 @@ def generate(
         int | None,
         typer.Option(help="With --json: log-probabilities of each token and of the N likeliest, N up to 20."),
     ] = None,
-    rule: Annotated[
-        str | None, typer.Option(help="Acceptance rule: seed-exact, block or token; the default suits the drafter.")
-    ] = None,
+    rule: RuleOption = None,
     lossy_typical: Annotated[
         bool, typer.Option("--lossy-typical", help="Accept whatever is likely enough. LOSSY: the text changes.")
     ] = False,
@@ -118,17 +128,15 @@ def generate(
         int | None, typer.Option(help="Seed of the random source; the same seed gives the same text.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    no_chat: Annotated[
-        bool, typer.Option("--no-chat", help="Continue the prompt as it is, without chat template.")
-    ] = False,
+    no_chat: NoChatOption = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding too, check that the text is the same, show both.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
     color: Annotated[Literal["auto", "always", "never"], typer.Option(help="Colour the tokens by origin.")] = "auto",
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")] = False,
+    verbose: VerboseOption = False,
 ) -> None:
     """Generate text with speculative decoding: faster, and exactly what the model would have said anyway."""
     params = SamplingParams(
@@ -147,11 +155,9 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    text = _prompt_from_stdin() if prompt == "-" else prompt
-    if not text.strip():
-        raise InvalidInputError("The prompt is empty: give some text.")
+    text = _read_prompt(prompt)
     chat = False if no_chat else None
-    with _progress() as notify:
+    with progress() as notify:
         chosen = _parse_rule(rule, lossy_typical)
         options = {"draft_tokens": draft_tokens, "rule": chosen, "device": device, "dtype": dtype}
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
@@ -165,10 +171,10 @@ def generate(
         highlight=False,
         soft_wrap=True,
     )
-    completion = loaded.generate(text, params, chat=chat) if as_json else _stream(loaded, text, params, chat, out)
+    completion = loaded.generate(text, params, chat=chat) if as_json else stream(loaded, text, params, chat, out)
     plain = None
     if compare:
-        with _progress() as notify:
+        with progress() as notify:
             notify("Plain decoding, to compare")
             # The seed that was used, so that sampled runs can be repeated too.
             plain = loaded.plain().generate(text, completion.settings, chat=chat)
@@ -176,17 +182,17 @@ def generate(
         settings = {"model": model, "drafter": drafter, "chat": not no_chat, **options}
         typer.echo(json.dumps(_report(completion, plain, settings), ensure_ascii=False))
     else:
-        _show_figures(out, completion, plain)
-    if plain is not None and plain.ids != completion.ids and completion.stats.rule in ("greedy", "seed-exact"):
+        show_figures(out, completion, plain)
+    if plain is not None and plain.ids != completion.ids and completion.stats.rule in SAME_TEXT:
         raise typer.Exit(1)
 
 
 @app.command()
 def verify(
-    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
-    drafter: Annotated[str, typer.Option(help="What drafts: ngram or draft:REF.")] = "ngram",
-    draft_tokens: Annotated[int | None, typer.Option(help="Most tokens to draft a round.")] = None,
-    rule: Annotated[str | None, typer.Option(help="Acceptance rule; the default suits the drafter.")] = None,
+    model: ModelArgument,
+    drafter: DrafterOption = "ngram",
+    draft_tokens: DraftTokensOption = None,
+    rule: RuleOption = None,
     prompts: Annotated[Path | None, typer.Option(help="Your own prompts, one a line.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to compare for each prompt.")] = 48,
     samples: Annotated[int, typer.Option(help="Answers to draw in the sampled test; 0 leaves it out.")] = 300,
@@ -194,9 +200,9 @@ def verify(
     control: Annotated[
         str | None, typer.Option("--break", help="Make a known mistake; the proof must then fail. 'list' shows them.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")] = "auto",
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")] = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    verbose: VerboseOption = False,
 ) -> None:
     """Prove that speculation changes nothing: enumerated laws, equal text, a sampled test, and a certificate.
 
@@ -211,13 +217,13 @@ def verify(
         for known in CONTROLS.values():
             typer.echo(f"{known.name:<18} {known.mistake}")
         return
-    texts = list(PROMPTS) if prompts is None else [line for line in _read(prompts).splitlines() if line.strip()]
-    with _progress() as notify:
+    texts = list(PROMPTS) if prompts is None else _read_lines(prompts)
+    with progress() as notify:
         options = {"draft_tokens": draft_tokens, "rule": rule, "device": device, "dtype": dtype}
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         result = run(loaded, prompts=texts, max_tokens=max_tokens, samples=samples, control=control, notify=notify)
     console = Console(highlight=False)
-    _show_certificate(console, result)
+    show_certificate(console, result)
     if out is not None:
         record, page = files.write(result, out)
         console.print(f"written: {record} and {page.name}", soft_wrap=True)
@@ -227,32 +233,28 @@ def verify(
 
 @app.command()
 def trace(
-    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
-    prompt: Annotated[str, typer.Argument(help="The prompt, or - to read it from standard input.")],
+    model: ModelArgument,
+    prompt: PromptArgument,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("trace.html"),
-    drafter: Annotated[str, typer.Option(help="What drafts; see generate.")] = "ngram",
-    draft_tokens: Annotated[int | None, typer.Option(help="Most tokens to draft a round, 0 to 64.")] = None,
+    drafter: DrafterOption = "ngram",
+    draft_tokens: DraftTokensOption = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
-    rule: Annotated[str | None, typer.Option(help="Acceptance rule; the default suits the drafter.")] = None,
+    rule: RuleOption = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random source.")] = None,
-    no_chat: Annotated[
-        bool, typer.Option("--no-chat", help="Continue the prompt as it is, without chat template.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")] = "auto",
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")] = False,
+    no_chat: NoChatOption = False,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    verbose: VerboseOption = False,
 ) -> None:
     """Write a page that shows each round: what was drafted, what the target made of it, and the text it gave."""
     from foredraft.pages import whole_file
     from foredraft.trace import record, render
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    text = _prompt_from_stdin() if prompt == "-" else prompt
-    if not text.strip():
-        raise InvalidInputError("The prompt is empty: give some text.")
+    text = _read_prompt(prompt)
     options = {"draft_tokens": draft_tokens, "rule": _parse_rule(rule, False), "device": device, "dtype": dtype}
-    with whole_file(out) as write, _progress() as notify:
+    with whole_file(out) as write, progress() as notify:
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         notify("Generating")
         shown = record(loaded, text, params, chat=False if no_chat else None, name=model)
@@ -263,7 +265,7 @@ def trace(
 
 @app.command()
 def tune_skip(
-    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
+    model: ModelArgument,
     texts: Annotated[
         Path, typer.Argument(help="A file of prompts like yours, one a line: the model answers them first.")
     ],
@@ -271,12 +273,12 @@ def tune_skip(
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
     steps: Annotated[int, typer.Option(help="Most sets to try.")] = 200,
     seconds: Annotated[float, typer.Option(help="Most time to search.")] = 300.0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Search which sublayers drafts can leave out, on your own text; for --drafter layer_skip:FILE."""
-    prompts = [line for line in _read(texts).splitlines() if line.strip()]
-    with _progress() as notify:
+    prompts = _read_lines(texts)
+    with progress() as notify:
         loaded = _load(model, "suffix", notify, verbose=False, device=device, dtype=dtype)
         from foredraft.backends.transformers import TransformersBackend
         from foredraft.proposers.skip_search import search_skip_set
@@ -321,27 +323,20 @@ def pull(name: Annotated[str, typer.Argument(help="A bundled model's name.")]) -
 
     if name not in BUNDLED:
         raise InvalidInputError(f"There is no bundled model '{name}'; known: {', '.join(BUNDLED)}.")
-    with _progress() as notify:
+    with progress() as notify:
         path = fetch_bundled(BUNDLED[name], cache_folder(), notify)
     typer.echo(path)
 
 
-def _prompt_from_stdin() -> str:
+def _read_prompt(prompt: str) -> str:
+    """The prompt, or what standard input has if it is a dash."""
     try:
-        return sys.stdin.read()
+        text = sys.stdin.read() if prompt == "-" else prompt
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"The prompt on standard input is not valid Unicode ({error.reason}).") from error
-
-
-@contextmanager
-def _progress() -> Iterator[Notify]:
-    """Sentences about what is going on, on standard error: a spinner in a terminal, lines elsewhere."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield lambda message: console.print(f"{message} …")
-        return
-    with console.status("Starting …") as status:
-        yield lambda message: status.update(f"{message} …")
+    if not text.strip():
+        raise InvalidInputError("The prompt is empty: give some text.")
+    return text
 
 
 def _load(model: str, drafter: str, notify: Notify, *, verbose: bool, **options: Any) -> Model:
@@ -381,104 +376,13 @@ def _parse_rule(rule: str | None, lossy_typical: bool) -> str | None:
     return rule
 
 
-def _stream(model: Model, text: str, params: SamplingParams, chat: bool | None, out: Console) -> Completion:
-    completion = None
-    for event in model.stream(text, params, chat=chat):
-        if isinstance(event, TokenEvent):
-            _show(out, event.text, STYLES[event.origin])
-        elif isinstance(event, FinishEvent):
-            _show(out, f"{event.text}\n")
-            completion = event.completion
-    assert completion is not None
-    return completion
-
-
-def _show(out: Console, text: str, style: str = "") -> None:
-    if out.is_terminal:
-        out.print(Text(text, style=style), end="")
-    else:  # as it is: rich would expand tabs and drop control characters
-        out.file.write(text)
-        out.file.flush()
-
-
-def _read(file: Path) -> str:
+def _read_lines(file: Path) -> list[str]:
+    """The lines of a text file that say something."""
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"Cannot read {file} ({error}): give a text file.") from error
-
-
-def _show_certificate(console: Console, result: Certificate) -> None:
-    table = Table("check", "", "result", "", box=None, header_style="bold", padding=(0, 2, 0, 0))
-
-    def add(check: str, detail: str, figure: str, passed: bool) -> None:
-        table.add_row(check, detail, figure, "passed" if passed else "FAILED", style=None if passed else "red")
-
-    for law in result.enumerated:
-        add(f"law of {law.rule}", f"{law.kind}, {law.cases} cases", f"TV {law.total_variation:.1e}", law.passed)
-    for row in result.equality:
-        near = len(row.differences) - row.defects
-        figure = f"{row.defects} defects, {near} near-ties"
-        add("same text", f"{row.setting}: {row.prompts} prompts, {row.tokens} tokens", figure, not row.defects)
-    if result.sampled is not None:
-        test = result.sampled
-        add("sampled law", f"{test.samples} answers, {test.cells} cells", f"p-value {test.p_value:.2g}", test.passed)
-    console.print(table)
-    for row in result.equality:
-        for d in row.differences:
-            console.print(
-                f"{row.setting}, prompt {d.prompt + 1}, token {d.position + 1}: plain {d.plain_token}, speculative "
-                f"{d.other_token}, lead {d.gap:.2e}, drift {d.drift:.2e}: {d.verdict}"
-            )
-    verdict = "passed" if result.passed else "FAILED"
-    console.print(
-        Text(f"\n{verdict}: speculation with {result.settings['drafter']} and rule {result.settings['rule']}")
-    )
-
-
-def _show_figures(out: Console, completion: Completion, plain: Completion | None) -> None:
-    """Legend, verdict and table: on standard error, or after the answer where that is a terminal as well."""
-    console = out if out.is_terminal else Console(stderr=True, highlight=False)
-    console.print()
-    if out.is_terminal:
-        for origin, style in STYLES.items():
-            count = completion.origins.count(origin)
-            console.print(Text.assemble((origin, style), " " * (10 - len(origin)), f"{count:>4}  {MEANING[origin]}"))
-    for warning in completion.warnings:
-        console.print(Text(f"Warning: {warning}", style="yellow"))
-    if plain is not None:
-        console.print(Text(f"\nidentical to plain decoding: {_verdict(completion, plain)}", style="bold"))
-    console.print(_figures(completion.stats, plain.stats if plain is not None else None))
-
-
-def _verdict(completion: Completion, plain: Completion) -> str:
-    if plain.ids == completion.ids:
-        return f"yes ({len(plain.ids)} tokens)"
-    if completion.stats.rule not in ("greedy", "seed-exact"):
-        law = "another law" if completion.stats.rule.startswith("lossy") else "the same law, other draws"
-        return f"not expected (rule '{completion.stats.rule}': {law})"
-    pairs = zip(plain.ids, completion.ids, strict=False)
-    shorter = min(len(plain.ids), len(completion.ids))
-    first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-    return f"no (first difference at token {first + 1} of {len(plain.ids)})"
-
-
-def _figures(stats: Stats, plain: Stats | None) -> Table:
-    columns = [("plain", plain)] if plain is not None else []
-    columns.append((stats.drafter, stats))
-    table = Table("", *(name for name, _ in columns), box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for _, s in columns))
-    table.add_row("TTFT", *(f"{s.ttft_ms:.0f} ms" for _, s in columns))
-    table.add_row("TPOT", *("–" if s.tpot_ms is None else f"{s.tpot_ms:.1f} ms" for _, s in columns))
-    table.add_row("target forwards", *(str(s.target_forwards) for _, s in columns))
-    table.add_row("mean accepted length", *(f"{s.mean_accepted_length:.2f}" for _, s in columns))
-    rates = ("–" if s.acceptance_rate is None else f"{s.acceptance_rate:.0%}" for _, s in columns)
-    table.add_row("acceptance rate", *rates)
-    if plain is not None:
-        table.add_row("speedup", "1.00x", f"{stats.tokens_per_second / plain.tokens_per_second:.2f}x", style="bold")
-    return table
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _report(completion: Completion, plain: Completion | None, settings: dict[str, Any]) -> dict[str, Any]:

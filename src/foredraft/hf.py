@@ -82,7 +82,7 @@ def custom_generate(
     stopping criteria applied at every drafted position, and draws from torch's global generator.
 
     Args:
-        drafter: `"ngram"`, `"draft:REF"`, a transformers model of the same vocabulary, or a `Drafter`.
+        drafter: One of `api.KNOWN_DRAFTERS`, a transformers model of the same vocabulary, or a `Drafter`.
         draft_tokens: Most tokens a draft may have; `None` takes what suits the drafter.
         tokenizer: The target's tokenizer; needed for `"draft:REF"`, whose vocabulary is compared with it.
         streamer: Receives the prompt and then tokens as they are emitted, of one sequence. Give it here: `generate`

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,8 +14,6 @@ from foredraft.backends.base import Backend, KVCache
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
-
-Argument = Literal["none", "optional", "required"]
 
 
 class Verification(NamedTuple):
@@ -58,8 +56,8 @@ class Drafter(ABC):
     """How chance enters its drafts, at temperatures above 0."""
     trees: bool = False
     """Whether its drafts may branch."""
-    argument: Argument = "none"
-    """Whether it takes an argument, as in `NAME:ARGUMENT`."""
+    usage: str
+    """How users write it: the name, `name:WHAT` if it takes an argument, `name[:WHAT]` if it may take one."""
     draft_tokens: int
     """Nodes of a draft when the user does not say."""
     when_nothing_is_accepted: str

@@ -10,7 +10,7 @@ from torch import Tensor
 from foredraft.acceptance import Draws
 from foredraft.backends.base import Backend, Query
 from foredraft.errors import InvalidInputError
-from foredraft.proposers.base import Argument, Drafter, Proposer, Verification
+from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.proposers.translation import Reading, Translation
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
@@ -31,7 +31,7 @@ class DraftModel(Drafter):
     """
 
     name = "draft"
-    argument: Argument = "required"
+    usage = "draft:REF"
     draws = Draws.ONE
     draft_tokens = 4
     when_nothing_is_accepted = "the draft model may be broken, or made for another chat template or kind of text"

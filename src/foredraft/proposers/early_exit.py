@@ -9,7 +9,7 @@ from torch import Tensor
 from foredraft.acceptance import Draws
 from foredraft.backends.base import Backend, KVCache, Query
 from foredraft.errors import InvalidInputError
-from foredraft.proposers.base import Argument, Drafter, Proposer
+from foredraft.proposers.base import Drafter, Proposer
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft
@@ -32,7 +32,7 @@ class EarlyExit(Drafter):
     """
 
     name = "early_exit"
-    argument: Argument = "required"
+    usage = "early_exit:L"
     draws = Draws.ONE
     draft_tokens = 3
     when_nothing_is_accepted = "the model was not trained for early exits: try more layers"

@@ -30,6 +30,7 @@ class Hybrid(Drafter):
         parts: The drafters, in the order in which equals are preferred.
     """
 
+    usage = "hybrid:A+B"
     trees = True
     when_nothing_is_accepted = "none of its drafters fits this text"
 

@@ -13,7 +13,6 @@ from foredraft.backends.partial import USE_INSTEAD, fingerprint, refuse_unless_l
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import InvalidInputError, ModelError, UnsupportedError
 from foredraft.pages import whole_file
-from foredraft.proposers.base import Argument
 from foredraft.proposers.draft_model import DraftModel
 
 _KIND, _VERSION = "skip set", 1
@@ -108,7 +107,7 @@ class LayerSkip(DraftModel):
     """
 
     name = "layer_skip"
-    argument: Argument = "optional"
+    usage = "layer_skip[:FILE]"
     draft_tokens = 2
     when_nothing_is_accepted = "the model cannot do without these sublayers: search others with 'foredraft tune-skip'"
 

@@ -47,7 +47,7 @@ class Lookahead(Drafter):
     for the pool. N-grams that begin with the root are verified beside the window.
     """
 
-    name = "lookahead"
+    name = usage = "lookahead"
     trees = True
     draft_tokens = 24
     when_nothing_is_accepted = "the guesses do not settle: a larger window or another drafter may fit this text better"

@@ -15,7 +15,7 @@ LONGEST, SHORTEST = 4, 2  # tokens of a match; single tokens recur too often to 
 class NGram(Drafter):
     """Copies the continuation of the longest recent match in prompt and output (Saxena 2023, prompt lookup)."""
 
-    name = "ngram"
+    name = usage = "ngram"
     draft_tokens = 7
     when_nothing_is_accepted = "the answer does not repeat anything from its prompt or from itself"
 

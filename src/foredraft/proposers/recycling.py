@@ -29,7 +29,7 @@ class Recycling(Drafter):
         vocab_size: The target's.
     """
 
-    name = "recycling"
+    name = usage = "recycling"
     trees = True
     draft_tokens = 8
     when_nothing_is_accepted = "the text is too varied for what earlier tokens suggested"

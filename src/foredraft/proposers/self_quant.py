@@ -16,7 +16,6 @@ from foredraft.backends.base import Backend
 from foredraft.backends.partial import USE_INSTEAD, refuse_hooks, twin
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import UnsupportedError
-from foredraft.proposers.base import Argument
 from foredraft.proposers.draft_model import DraftModel
 
 logger = logging.getLogger(__name__)
@@ -39,8 +38,7 @@ class SelfQuantized(DraftModel):
         UnsupportedError: The target is not on a CPU, or not on the transformers backend, or has no plain linear layers.
     """
 
-    name = "self_quant"
-    argument: Argument = "none"
+    name = usage = "self_quant"
     draft_tokens = 4
     when_nothing_is_accepted = "a few weights are so large that 8 bits do not hold the others"
 

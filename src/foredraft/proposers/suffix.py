@@ -93,7 +93,7 @@ class Suffix(Drafter):
         settings: How far to look and what to draft.
     """
 
-    name = "suffix"
+    name = usage = "suffix"
     trees = True
     draft_tokens = 8
     when_nothing_is_accepted = (

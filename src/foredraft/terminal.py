@@ -1,0 +1,134 @@
+"""What the command line shows people: progress, coloured answers, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from foredraft.types import FinishEvent, SamplingParams, TokenEvent
+
+if TYPE_CHECKING:
+    from foredraft.api import Model
+    from foredraft.models import Notify
+    from foredraft.proof.verify import Certificate
+    from foredraft.types import Completion, Origin, Stats
+
+SAME_TEXT = ("greedy", "seed-exact")
+"""Rules under which speculation gives the text of plain decoding, not only its law."""
+STYLES: dict[Origin, str] = {"draft": "green", "correction": "bold yellow", "bonus": "underline cyan"}
+MEANING: dict[Origin, str] = {
+    "draft": "proposed by the drafter and accepted",
+    "correction": "the target's token where a draft was rejected",
+    "bonus": "the target's token after all of a draft",
+}
+
+
+@contextmanager
+def progress() -> Iterator[Notify]:
+    """Sentences about what is going on, on standard error: a spinner in a terminal, lines elsewhere."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda message: console.print(f"{message} …")
+        return
+    with console.status("Starting …") as status:
+        yield lambda message: status.update(f"{message} …")
+
+
+def stream(model: Model, text: str, params: SamplingParams, chat: bool | None, out: Console) -> Completion:
+    """Show an answer as it comes, its tokens coloured by origin where that is a terminal."""
+    completion = None
+    for event in model.stream(text, params, chat=chat):
+        if isinstance(event, TokenEvent):
+            _show(out, event.text, STYLES[event.origin])
+        elif isinstance(event, FinishEvent):
+            _show(out, f"{event.text}\n")
+            completion = event.completion
+    assert completion is not None
+    return completion
+
+
+def _show(out: Console, text: str, style: str = "") -> None:
+    if out.is_terminal:
+        out.print(Text(text, style=style), end="")
+    else:  # as it is: rich would expand tabs and drop control characters
+        out.file.write(text)
+        out.file.flush()
+
+
+def show_certificate(console: Console, result: Certificate) -> None:
+    """Every check in a table, every difference in a line, and the conclusion."""
+    table = Table("check", "", "result", "", box=None, header_style="bold", padding=(0, 2, 0, 0))
+
+    def add(check: str, detail: str, figure: str, passed: bool) -> None:
+        table.add_row(check, detail, figure, "passed" if passed else "FAILED", style=None if passed else "red")
+
+    for law in result.enumerated:
+        add(f"law of {law.rule}", f"{law.kind}, {law.cases} cases", f"TV {law.total_variation:.1e}", law.passed)
+    for row in result.equality:
+        near = len(row.differences) - row.defects
+        figure = f"{row.defects} defects, {near} near-ties"
+        add("same text", f"{row.setting}: {row.prompts} prompts, {row.tokens} tokens", figure, not row.defects)
+    if result.sampled is not None:
+        test = result.sampled
+        add("sampled law", f"{test.samples} answers, {test.cells} cells", f"p-value {test.p_value:.2g}", test.passed)
+    console.print(table)
+    for row in result.equality:
+        for d in row.differences:
+            console.print(
+                f"{row.setting}, prompt {d.prompt + 1}, token {d.position + 1}: plain {d.plain_token}, speculative "
+                f"{d.other_token}, lead {d.gap:.2e}, drift {d.drift:.2e}: {d.verdict}"
+            )
+    verdict = "passed" if result.passed else "FAILED"
+    console.print(
+        Text(f"\n{verdict}: speculation with {result.settings['drafter']} and rule {result.settings['rule']}")
+    )
+
+
+def show_figures(out: Console, completion: Completion, plain: Completion | None) -> None:
+    """Legend, verdict and table: on standard error, or after the answer where that is a terminal as well."""
+    console = out if out.is_terminal else Console(stderr=True, highlight=False)
+    console.print()
+    if out.is_terminal:
+        for origin, style in STYLES.items():
+            count = completion.origins.count(origin)
+            console.print(Text.assemble((origin, style), " " * (10 - len(origin)), f"{count:>4}  {MEANING[origin]}"))
+    for warning in completion.warnings:
+        console.print(Text(f"Warning: {warning}", style="yellow"))
+    if plain is not None:
+        console.print(Text(f"\nidentical to plain decoding: {_verdict(completion, plain)}", style="bold"))
+    console.print(_figures(completion.stats, plain.stats if plain is not None else None))
+
+
+def _verdict(completion: Completion, plain: Completion) -> str:
+    if plain.ids == completion.ids:
+        return f"yes ({len(plain.ids)} tokens)"
+    if completion.stats.rule not in SAME_TEXT:
+        law = "another law" if completion.stats.rule.startswith("lossy") else "the same law, other draws"
+        return f"not expected (rule '{completion.stats.rule}': {law})"
+    pairs = zip(plain.ids, completion.ids, strict=False)
+    shorter = min(len(plain.ids), len(completion.ids))
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    return f"no (first difference at token {first + 1} of {len(plain.ids)})"
+
+
+def _figures(stats: Stats, plain: Stats | None) -> Table:
+    columns = [("plain", plain)] if plain is not None else []
+    columns.append((stats.drafter, stats))
+    table = Table("", *(name for name, _ in columns), box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("tokens/s", *(f"{s.tokens_per_second:.1f}" for _, s in columns))
+    table.add_row("TTFT", *(f"{s.ttft_ms:.0f} ms" for _, s in columns))
+    table.add_row("TPOT", *("–" if s.tpot_ms is None else f"{s.tpot_ms:.1f} ms" for _, s in columns))
+    table.add_row("target forwards", *(str(s.target_forwards) for _, s in columns))
+    table.add_row("mean accepted length", *(f"{s.mean_accepted_length:.2f}" for _, s in columns))
+    rates = ("–" if s.acceptance_rate is None else f"{s.acceptance_rate:.0%}" for _, s in columns)
+    table.add_row("acceptance rate", *rates)
+    if plain is not None:
+        table.add_row("speedup", "1.00x", f"{stats.tokens_per_second / plain.tokens_per_second:.2f}x", style="bold")
+    return table
