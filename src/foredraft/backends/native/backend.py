@@ -1,0 +1,303 @@
+"""The CPU engine as a backend: trees in one forward, with the same bits as token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foredraft.backends.base import Backend, Capabilities, KVCache, Query
+from foredraft.backends.native.decoder import forward
+from foredraft.backends.native.kernels import Kernels
+from foredraft.backends.native.tables import (
+    NODE,
+    SEQUENCE,
+    Batch,
+    Workspace,
+    padded,
+    tables_of,
+    workspace_for,
+)
+from foredraft.backends.native.team import Team, physical_cores
+from foredraft.backends.native.weights import Floats, Linear, Weights
+from foredraft.errors import InvalidInputError
+from foredraft.tree import depths
+from foredraft.types import Draft
+
+_FIRST_ROWS = 256  # of a cache; it doubles when it is full
+_PREFILL_CHUNK = 256  # tokens
+_KV_TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(np.uint16)}
+
+
+class Early(NamedTuple):
+    """What the first layers made of a root and a chain: their residual streams `[n, width]`."""
+
+    layers: int
+    tokens: tuple[int, ...]
+    hidden: Floats
+
+
+class NativeCache(KVCache):
+    """Keys and values `[layers, 2, kv_heads, rows, head_width]`, and how many rows are committed.
+
+    Behind these are the nodes of the last forward, in its order; after an early exit, in the first layers only.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], kv_format: str) -> None:
+        layers, kv_heads, head_width = shape
+        self.kv: NDArray[np.generic] = np.zeros((layers, 2, kv_heads, 0, head_width), dtype=_KV_TYPES[kv_format])
+        self.committed = 0
+        self.early: Early | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of committed tokens."""
+        return self.committed
+
+    @property
+    def capacity(self) -> int:
+        """Rows there is room for."""
+        return self.kv.shape[3]
+
+    def reserve(self, rows: int) -> None:
+        """Make room for so many rows in all."""
+        if rows > self.capacity:
+            grown = max(rows, 2 * self.capacity, _FIRST_ROWS)
+            fresh = np.zeros((*self.kv.shape[:3], grown, self.kv.shape[4]), dtype=self.kv.dtype)
+            fresh[..., : self.capacity, :] = self.kv
+            self.kv = fresh
+
+    def keep(self, path: Sequence[int]) -> None:
+        """Commit the root and these nodes."""
+        first = self.committed + 1
+        if list(path) != list(range(len(path))):
+            self.kv[..., first : first + len(path), :] = self.kv[..., np.asarray(path) + first, :]
+        self.committed = first + len(path)
+        self.early = None
+
+    def known(self, query: Query, layers: int | None = None) -> int:
+        """How many of the query's first tokens, a chain, are in `early` (of as many layers). The rest is forgotten."""
+        if self.early is None:
+            return 0
+        tokens, same = (query.root, *query.draft.tokens), 0
+        if layers in (None, self.early.layers):
+            for node, (one, other) in enumerate(zip(tokens, self.early.tokens, strict=False), start=-1):
+                if one != other or (node >= 0 and query.draft.parents[node] != node - 1):
+                    break
+                same += 1
+        self.early = Early(self.early.layers, tokens[:same], self.early.hidden[:same]) if same else None
+        return same
+
+
+class Part(NamedTuple):
+    """The nodes of one query from `known` on."""
+
+    query: Query
+    known: int
+    cache: NativeCache
+
+
+class NativeBackend(Backend):
+    """A decoder of the Llama shape on the CPU, by kernels that are made for this machine when it starts.
+
+    A forward over n nodes costs little more than over one, and each node's logits have the same bits whatever is beside
+    it, so greedy and seeded answers equal plain decoding's with nothing left to explain.
+
+    Args:
+        weights: The model.
+        vocab_size: Logits past this are cut off (padding of the embedding); `None` keeps all.
+        threads: How many; `None` takes the physical cores.
+        kv_format: Of keys and values, `f32` or `bf16`.
+        without_attention: Layers whose attention is left out (a shallow twin that drafts).
+        without_mlp: Layers whose MLP is left out.
+
+    Raises:
+        InvalidInputError: `threads` or `kv_format` is not right.
+    """
+
+    name = "native"
+    capabilities = Capabilities(trees=True, early_exit=True)
+
+    def __init__(
+        self,
+        weights: Weights,
+        vocab_size: int | None = None,
+        *,
+        threads: int | None = None,
+        kv_format: str = "f32",
+        without_attention: Collection[int] = (),
+        without_mlp: Collection[int] = (),
+    ) -> None:
+        if threads is not None and not 1 <= threads <= 1024:
+            raise InvalidInputError(f"threads is {threads}, but must be in [1, 1024].")
+        if kv_format not in _KV_TYPES:
+            raise InvalidInputError(f"The KV format is '{kv_format}', but must be one of {', '.join(_KV_TYPES)}.")
+        measures = weights.measures
+        self.weights = weights
+        self.kv_format = kv_format
+        self.vocab_size = min(vocab_size or measures.vocabulary, measures.vocabulary)
+        self.context = measures.context
+        self.stop_tokens = weights.stop_tokens
+        self.team = Team(threads or physical_cores())
+        self._kernels = Kernels({*_formats(weights), kv_format})
+        self._tables = tables_of(weights, self._kernels.addresses, kv_format, without_attention, without_mlp)
+        self._work: Workspace | None = None
+        self._cos = self._sin = np.zeros((0, len(weights.inverse_frequencies)), dtype=np.float32)
+        self._no_taps = np.full(measures.layers, -1, dtype=np.int64)
+
+    def new_cache(self) -> NativeCache:
+        """An empty cache for one sequence."""
+        measures = self.weights.measures
+        return NativeCache((measures.layers, measures.kv_heads, padded(measures.head_dim)), self.kv_format)
+
+    def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:
+        """Append tokens to the cache without scoring them. In which pieces makes no difference to its bits."""
+        assert isinstance(cache, NativeCache) and cache.early is None
+        for start in range(0, len(tokens), _PREFILL_CHUNK):
+            chunk = tokens[start : start + _PREFILL_CHUNK]
+            query = Query(cache, chunk[0], Draft.chain(chunk[1:]))
+            self._run([Part(query, 0, cache)], 0, self.weights.measures.layers)
+            cache.committed += len(chunk)
+
+    def forward(self, queries: Sequence[Query]) -> list[Tensor]:
+        """Logits `[N+1, V]` for each query, all in one pass over the weights."""
+        parts = [Part(query, 0, _cache(query)) for query in queries]
+        for part in parts:
+            if part.cache.early is not None:
+                self._early_hidden(part.query, part.cache.early.layers)
+        begun = {part.cache.early.layers for part in parts if part.cache.early is not None}
+        if begun and (len(begun) > 1 or any(part.cache.early is None for part in parts)):
+            return [logits for query in queries for logits in self.forward([query])]  # not at the same layer
+        first = begun.pop() if begun else 0
+        hidden = [part.cache.early.hidden for part in parts if part.cache.early is not None]
+        logits = self._run(
+            parts, first, self.weights.measures.layers, scored=True, given=np.concatenate(hidden) if hidden else None
+        )
+        for part in parts:
+            part.cache.early = None
+        found = torch.from_numpy(logits)[:, : self.vocab_size]
+        return list(found.split([1 + len(query.draft.tokens) for query in queries]))
+
+    def commit(self, cache: KVCache, path: Sequence[int]) -> None:
+        """Keep the root and the nodes of the path, moved together where siblings lay between them."""
+        assert isinstance(cache, NativeCache)
+        cache.keep(path)
+
+    def truncate(self, cache: KVCache, length: int) -> None:
+        """Forget committed tokens past the first `length`."""
+        assert isinstance(cache, NativeCache) and cache.early is None
+        cache.committed = min(cache.committed, length)
+
+    def refuse_early_exit(self, layers: int) -> None:
+        """See `Backend`."""
+        count = self.weights.measures.layers
+        if not 1 <= layers < count:
+            raise InvalidInputError(
+                f"Early exit after {layers} layers, but the model has {count}: give a number in [1, {count - 1}]."
+            )
+
+    def early_logits(self, query: Query, layers: int) -> Tensor:
+        """See `Backend`."""
+        assert query.draft.is_chain
+        hidden = self._early_hidden(query, layers)[-1:]
+        part = Part(query, len(query.draft.tokens), _cache(query))
+        logits = self._run([part], layers, layers, scored=True, given=hidden)
+        return torch.from_numpy(logits)[:, : self.vocab_size]
+
+    def _early_hidden(self, query: Query, layers: int) -> Floats:
+        """Residual streams `[N+1, width]` after the first layers. Only what the cache does not have is computed."""
+        cache, tokens = _cache(query), (query.root, *query.draft.tokens)
+        known = cache.known(query, layers)
+        before = cache.early.hidden if cache.early is not None else None
+        if known < len(tokens):
+            self._run([Part(query, known, cache)], 0, layers)
+            assert self._work is not None
+            fresh = self._work.x[: len(tokens) - known].copy()
+            before = fresh if before is None else np.concatenate([before, fresh])
+        assert before is not None
+        cache.early = Early(layers, tokens, before)
+        return before
+
+    def _run(
+        self,
+        parts: Sequence[Part],
+        first: int,
+        last: int,
+        *,
+        scored: bool = False,
+        given: Floats | None = None,
+    ) -> Floats:
+        """Run layers on all parts; logits `[n, V]` where they are to be scored, none elsewhere."""
+        batch = self._batch(parts)
+        work = self._workspace(len(batch.nodes), int(batch.sequences["rows"].max()))
+        if given is not None:
+            work.x[: len(given)] = given
+        logits = np.empty((len(batch.nodes) if scored else 0, self.weights.measures.vocabulary), dtype=np.float32)
+        tapped = np.empty((0, 0, 0), dtype=np.float32)
+        self.team.run(forward, self._tables, batch, work, first, last, self._no_taps, tapped, logits)
+        return logits
+
+    def _batch(self, parts: Sequence[Part]) -> Batch:
+        sequences = np.zeros(len(parts), dtype=SEQUENCE)
+        tables, seen = [], []
+        for index, (query, known, cache) in enumerate(parts):
+            base, count = cache.committed, 1 + len(query.draft.tokens)
+            cache.reserve(base + count)
+            depth, rows = _shape(query.draft)
+            nodes = np.zeros(count, dtype=NODE)
+            nodes["token"], nodes["sequence"] = (query.root, *query.draft.tokens), index
+            nodes["row"], nodes["position"], nodes["ancestors"] = np.arange(count) + base, depth + base, depth + 1
+            first = sum(map(len, tables))
+            tables.append(nodes[known:])
+            seen.append(rows[known:] + base)
+            sequences[index] = (first, first + count - known, base, base + count, cache.kv.ctypes.data, cache.capacity)
+        nodes = np.concatenate(tables)
+        ancestors = np.zeros((len(nodes), max(rows.shape[1] for rows in seen)), dtype=np.int64)
+        for rows, sequence in zip(seen, sequences, strict=True):
+            ancestors[sequence["first"] : sequence["last"], : rows.shape[1]] = rows
+        self._rotate_until(int(nodes["position"].max()) + 1)
+        return Batch(nodes, ancestors, sequences, self._cos, self._sin)
+
+    def _rotate_until(self, positions: int) -> None:
+        """Have cosines and sines for so many positions."""
+        if positions > len(self._cos):
+            grown = torch.arange(max(positions, 2 * len(self._cos), _FIRST_ROWS), dtype=torch.float32)
+            angles = grown[:, None] * torch.from_numpy(self.weights.inverse_frequencies)
+            scale = self.weights.rotary_scale
+            self._cos, self._sin = (angles.cos() * scale).numpy(), (angles.sin() * scale).numpy()
+
+    def _workspace(self, nodes: int, rows: int) -> Workspace:
+        """Memory for this forward; it grows and is kept."""
+        have = self._work
+        if have is None or len(have.x) < nodes or have.scores.shape[2] < rows + 64:
+            most = max(nodes, len(have.x) if have else 0)
+            self._work = have = workspace_for(self._tables, most, max(2 * rows, _FIRST_ROWS), self.team.threads)
+        return have
+
+
+def _cache(query: Query) -> NativeCache:
+    assert isinstance(query.cache, NativeCache)
+    return query.cache
+
+
+def _shape(draft: Draft) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Depths `[N+1]` of root and nodes, and `[N+1, deepest + 1]` what each sees: the root, then down to itself."""
+    if draft.is_chain:
+        line = np.arange(len(draft) + 1)
+        return line, np.broadcast_to(line, (len(line), len(line)))
+    depth = np.array(depths(draft))
+    seen = np.zeros((len(depth), depth.max() + 1), dtype=np.int64)
+    for node, parent in enumerate(draft.parents, start=1):
+        seen[node] = seen[parent + 1]
+        seen[node, depth[node]] = node
+    return depth, seen
+
+
+def _formats(weights: Weights) -> set[str]:
+    """Formats of all its matrices."""
+    parts = [part.weight for layer in weights.layers for part in layer if isinstance(part, Linear)]
+    return {matrix.format for matrix in (weights.embedding, weights.head, *parts)}

@@ -1,0 +1,337 @@
+"""The forward of a decoder of the Llama shape: one compiled function, run by all threads from first to last layer.
+
+Each stage splits its rows, heads or nodes among the threads, and `wait` stands between stages. How they are split makes
+no difference to a single bit of the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from foredraft.backends.native.kernels import (
+    EXPAND,
+    MOST_NODES,
+    NORM,
+    OTHERS,
+    SOFTMAX,
+    WEIGHTED_BF16,
+    WEIGHTED_F32,
+)
+from foredraft.backends.native.tables import PANEL
+from foredraft.backends.native.team import wait
+from foredraft.backends.native.weights import BLOCK, FORMATS
+
+_F32 = FORMATS["f32"].code
+_ALIGNED = BLOCK  # rows: no two threads write to one cache line, nor to one vector of the activation
+
+compiled = njit(nogil=True, cache=True, error_model="numpy")
+
+
+def _calling(returns: Any) -> Any:
+    """A compiled function `(address, arguments)` that calls the kernel there; pointers are given as integers."""
+
+    def call(typing: Any, address: Any, arguments: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            kinds = [context.get_value_type(kind) for kind in arguments.types]
+            result = ir.VoidType() if returns is types.void else context.get_value_type(returns)
+            kernel = builder.inttoptr(values[0], ir.FunctionType(result, kinds).as_pointer())
+            found = builder.call(kernel, cgutils.unpack_tuple(builder, values[1]))
+            return context.get_dummy_value() if returns is types.void else found
+
+        return returns(types.int64, arguments), generate
+
+    return intrinsic(call)
+
+
+_call = _calling(types.void)
+_call_float = _calling(types.float32)
+
+
+@intrinsic
+def _float_at(typing: Any, address: Any, index: Any) -> Any:
+    """The float32 at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        floats = builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
+        return builder.load(builder.gep(floats, [arguments[1]], source_etype=ir.FloatType()), typ=ir.FloatType())
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@compiled
+def _at(array: Any, index: int) -> Any:
+    """The address of a row of a matrix of floats."""
+    return np.int64(array.ctypes.data) + np.int64(index) * np.int64(array.strides[0])
+
+
+@compiled
+def _first_row(rows: int, thread: int, threads: int) -> int:
+    """Where a thread's share of rows begins; the share after the last one begins at `rows`."""
+    return min(rows, (rows + _ALIGNED - 1) // _ALIGNED * thread // threads * _ALIGNED)
+
+
+@compiled
+def _linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int, panel: Any) -> None:
+    """`y[node, row] = weight[row] . x[node] + bias[row]` for the rows from `first` to `last`."""
+    if nodes <= MOST_NODES:
+        where = (_at(x, 0), x.shape[1], _at(y, 0), y.shape[1], first, last, layer.blocks)
+        _call(kernels[layer.format, nodes], (layer.address, layer.row_bytes, *where))
+    else:
+        _linear_in_panels(kernels, layer, x, y, nodes, first, last, panel)
+    if layer.bias != 0:
+        for node in range(nodes):
+            for row in range(first, last):
+                y[node, row] += _float_at(layer.bias, row)
+
+
+@compiled
+def _linear_in_panels(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int, panel: Any) -> None:
+    """The same in groups of nodes. Some rows at a time are converted once, and stay in the cache for all groups."""
+    columns = layer.blocks * BLOCK
+    height = max(8, PANEL // columns // 8 * 8)
+    groups = (nodes + MOST_NODES - 1) // MOST_NODES
+    for top in range(first, last, height):
+        bottom = min(last, top + height)
+        address, row_bytes = layer.address + top * layer.row_bytes, layer.row_bytes
+        if layer.format != _F32:
+            expand = (layer.address, layer.row_bytes, _at(panel, 0), columns, top, bottom, layer.blocks)
+            _call(kernels[layer.format, EXPAND], expand)
+            address, row_bytes = _at(panel, 0), 4 * columns
+        for group in range(groups):
+            start, end = nodes * group // groups, nodes * (group + 1) // groups
+            out = (_at(y, start) + 4 * top, y.shape[1], np.int64(0), bottom - top, layer.blocks)
+            _call(kernels[_F32, end - start], (address, row_bytes, _at(x, start), x.shape[1], *out))
+
+
+@compiled
+def _embed(tables: Any, batch: Any, x: Any, thread: int, threads: int) -> None:
+    decoder = tables.decoder[0]
+    matrix = decoder.embedding
+    for node in range(thread, len(batch.nodes), threads):
+        token = batch.nodes[node].token
+        row = (matrix.address, matrix.row_bytes, _at(x, node), x.shape[1], token, token + 1, matrix.blocks)
+        _call(tables.kernels[matrix.format, EXPAND], row)
+        if decoder.embedding_scale != 1:
+            for i in range(decoder.hidden):
+                x[node, i] *= decoder.embedding_scale
+
+
+@compiled
+def _norm(tables: Any, x: Any, weight: int, out: Any, nodes: int, thread: int, threads: int) -> None:
+    decoder = tables.decoder[0]
+    share = np.float32(1) / np.float32(decoder.hidden)
+    for node in range(thread, nodes, threads):
+        row = (_at(x, node), weight, _at(out, node), decoder.width, share, decoder.epsilon)
+        _call(tables.kernels[OTHERS, NORM], row)
+
+
+@compiled
+def _add(x: Any, added: Any, nodes: int, first: int, last: int) -> None:
+    for node in range(nodes):
+        for i in range(first, last):
+            x[node, i] += added[node, i]
+
+
+@compiled
+def _place_head(tables: Any, head: Any, norm: int, rotates: bool, cos: Any, sin: Any) -> None:
+    """One head's q or k `[head_width]`: normed and rotated, where the layer does that."""
+    decoder = tables.decoder[0]
+    if norm != 0:
+        share = np.float32(1) / np.float32(decoder.head_dim)
+        address = np.int64(head.ctypes.data)
+        row = (address, norm, address, decoder.head_width, share, decoder.epsilon)
+        _call(tables.kernels[OTHERS, NORM], row)
+    if rotates:
+        for i in range(decoder.half):
+            a, b = head[i], head[i + decoder.half]
+            head[i] = a * cos[i] - b * sin[i]
+            head[i + decoder.half] = b * cos[i] + a * sin[i]
+
+
+@compiled
+def _cache_row(decoder: Any, sequence: Any, layer: int, which: int, head: int, row: int) -> int:
+    """The address of a row of keys (`which` 0) or values (1)."""
+    plane = (2 * layer + which) * decoder.kv_heads + head
+    return sequence.cache + (plane * sequence.capacity + row) * decoder.kv_bytes
+
+
+@intrinsic
+def _store_float(typing: Any, address: Any, index: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        floats = builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
+        place = builder.gep(floats, [arguments[1]], source_etype=ir.FloatType())
+        builder.store(arguments[2], place)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def _store_bfloat16(typing: Any, address: Any, index: Any, value: Any) -> Any:
+    """Rounded to the nearest, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        i16, i32 = ir.IntType(16), ir.IntType(32)
+        shorts = builder.inttoptr(arguments[0], i16.as_pointer())
+        bits = builder.bitcast(arguments[2], i32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(i32, 16)), ir.Constant(i32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(i32, 0x7FFF)))
+        place = builder.gep(shorts, [arguments[1]], source_etype=i16)
+        builder.store(builder.trunc(builder.lshr(rounded, ir.Constant(i32, 16)), i16), place)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), generate
+
+
+@compiled
+def _keep(decoder: Any, address: int, head: Any) -> None:
+    """Write one head's k or v into the cache."""
+    for i in range(decoder.head_width):
+        if decoder.kv_format == _F32:
+            _store_float(address, i, head[i])
+        else:
+            _store_bfloat16(address, i, head[i])
+
+
+@compiled
+def _place_heads(tables: Any, batch: Any, work: Any, index: int, thread: int, threads: int) -> None:
+    """Norm and rotate all heads of q and k, and write k and v into the cache."""
+    decoder, layer = tables.decoder[0], tables.layers[index]
+    width, heads = decoder.head_width, decoder.heads
+    for unit in range(thread, len(batch.nodes) * (heads + decoder.kv_heads), threads):
+        i, head = unit // (heads + decoder.kv_heads), unit % (heads + decoder.kv_heads)
+        node = batch.nodes[i]
+        cos, sin = batch.cos[node.position], batch.sin[node.position]
+        if head < heads:
+            q = work.q[i, head * width : (head + 1) * width]
+            _place_head(tables, q, layer.q_norm, layer.rotates, cos, sin)
+        else:
+            head -= heads
+            k = work.k[i, head * width : (head + 1) * width]
+            v = work.v[i, head * width : (head + 1) * width]
+            _place_head(tables, k, layer.k_norm, layer.rotates, cos, sin)
+            sequence = batch.sequences[node.sequence]
+            _keep(decoder, _cache_row(decoder, sequence, index, 0, head, node.row), k)
+            _keep(decoder, _cache_row(decoder, sequence, index, 1, head, node.row), v)
+
+
+@compiled
+def _attend(tables: Any, batch: Any, work: Any, index: int, thread: int, threads: int) -> None:
+    """Each node's heads look at the committed rows and at its ancestors'."""
+    decoder = tables.decoder[0]
+    for unit in range(thread, len(batch.sequences) * decoder.heads, threads):
+        sequence, head = batch.sequences[unit // decoder.heads], unit % decoder.heads
+        kv_head = head * decoder.kv_heads // decoder.heads
+        keys = _cache_row(decoder, sequence, index, 0, kv_head, 0)
+        values = _cache_row(decoder, sequence, index, 1, kv_head, 0)
+        scores = work.scores[thread]
+        offset = 4 * head * decoder.head_width
+        nodes = sequence.last - sequence.first
+        groups = (nodes + MOST_NODES - 1) // MOST_NODES
+        for group in range(groups):
+            start = sequence.first + nodes * group // groups
+            end = sequence.first + nodes * (group + 1) // groups
+            rows = sequence.rows
+            q = (_at(work.q, start) + offset, work.q.shape[1], _at(scores, 0), scores.shape[1])
+            shape = (np.int64(0), rows, decoder.head_width // BLOCK)
+            _call(tables.kernels[decoder.kv_format, end - start], (keys, decoder.kv_bytes, *q, *shape))
+            for node in range(start, end):
+                out = work.mixed[node, head * decoder.head_width : (head + 1) * decoder.head_width]
+                _mix(tables, batch, node, sequence.committed, scores[node - start], values, out)
+
+
+@compiled
+def _mix(tables: Any, batch: Any, node: int, committed: int, scores: Any, values: int, out: Any) -> None:
+    """One head of one node: the values of what it sees, weighted by the softmax of its scores.
+
+    Its ancestors' scores are moved up behind the committed ones, where plain decoding has them.
+    """
+    decoder, kernels = tables.decoder[0], tables.kernels
+    count = committed + batch.nodes[node].ancestors
+    for i in range(committed, count):
+        scores[i] = scores[batch.ancestors[node, i - committed]]
+    address = np.int64(scores.ctypes.data)
+    total = _call_float(kernels[OTHERS, SOFTMAX], (address, count, decoder.attention_scale))
+    out[:] = 0
+    kernel = kernels[OTHERS, WEIGHTED_F32 if decoder.kv_format == _F32 else WEIGHTED_BF16]
+    target, blocks = np.int64(out.ctypes.data), decoder.head_width // BLOCK
+    done = 0
+    while done < count:  # runs of rows that lie together
+        first = done if done < committed else batch.ancestors[node, done - committed]
+        end = max(done + 1, committed)
+        while end < count and batch.ancestors[node, end - committed] == first + end - done:
+            end += 1
+        rows = (values + first * decoder.kv_bytes, decoder.kv_bytes, end - done, target, blocks)
+        _call(kernel, (address + 4 * done, *rows))
+        done = end
+    for i in range(len(out)):
+        out[i] /= total
+
+
+@compiled
+def forward(
+    thread: int,
+    threads: int,
+    arrivals: Any,
+    tables: Any,
+    batch: Any,
+    work: Any,
+    first_layer: int,
+    last_layer: int,
+    taps: Any,
+    tapped: Any,
+    logits: Any,
+) -> None:
+    """Run layers `first_layer` to `last_layer` on `work.x`.
+
+    Before layer 0, x is the tokens' embeddings. `taps[layer]` is the index in `tapped` `[taps, n, width]` that what
+    comes out of a layer is copied to, or -1. Where `logits` `[n, V]` has rows, the final norm and the head follow.
+    """
+    decoder, layers, kernels = tables.decoder[0], tables.layers, tables.kernels
+    nodes, panel, stage = len(batch.nodes), work.panel[thread : thread + 1], 0
+    first, last = _first_row(decoder.hidden, thread, threads), _first_row(decoder.hidden, thread + 1, threads)
+    first_mlp, last_mlp = _first_row(decoder.mlp, thread, threads), _first_row(decoder.mlp, thread + 1, threads)
+    if first_layer == 0:
+        _embed(tables, batch, work.x, thread, threads)
+        stage = wait(threads, arrivals, stage)
+    for index in range(first_layer, last_layer):
+        layer = layers[index]
+        if layer.has_attention:
+            _norm(tables, work.x, layer.attention_norm, work.normed, nodes, thread, threads)
+            stage = wait(threads, arrivals, stage)
+            for part, out in ((layer.q, work.q), (layer.k, work.k), (layer.v, work.v)):
+                begin, end = _first_row(part.rows, thread, threads), _first_row(part.rows, thread + 1, threads)
+                _linear(kernels, part, work.normed, out, nodes, begin, end, panel)
+            stage = wait(threads, arrivals, stage)
+            _place_heads(tables, batch, work, index, thread, threads)
+            stage = wait(threads, arrivals, stage)
+            _attend(tables, batch, work, index, thread, threads)
+            stage = wait(threads, arrivals, stage)
+            _linear(kernels, layer.o, work.mixed, work.added, nodes, first, last, panel)
+            _add(work.x, work.added, nodes, first, last)
+            stage = wait(threads, arrivals, stage)
+        if layer.has_mlp:
+            _norm(tables, work.x, layer.mlp_norm, work.normed, nodes, thread, threads)
+            stage = wait(threads, arrivals, stage)
+            _linear(kernels, layer.gate, work.normed, work.gate, nodes, first_mlp, last_mlp, panel)
+            _linear(kernels, layer.up, work.normed, work.up, nodes, first_mlp, last_mlp, panel)
+            for node in range(nodes):
+                share = (_at(work.gate, node), _at(work.up, node), first_mlp, (last_mlp + BLOCK - 1) // BLOCK * BLOCK)
+                _call(kernels[OTHERS, decoder.gate], share)
+            stage = wait(threads, arrivals, stage)
+            _linear(kernels, layer.down, work.gate, work.added, nodes, first, last, panel)
+            _add(work.x, work.added, nodes, first, last)
+            stage = wait(threads, arrivals, stage)
+        if taps[index] >= 0:
+            tapped[taps[index], :, first:last] = work.x[:nodes, first:last]
+    if len(logits) > 0:
+        _norm(tables, work.x, decoder.norm, work.normed, nodes, thread, threads)
+        stage = wait(threads, arrivals, stage)
+        begin, end = _first_row(decoder.head.rows, thread, threads), _first_row(decoder.head.rows, thread + 1, threads)
+        _linear(kernels, decoder.head, work.normed, logits, nodes, begin, end, panel)

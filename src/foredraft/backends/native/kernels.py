@@ -1,0 +1,283 @@
+"""The engine's inner loops: products of a few rows with a matrix of any format, and what stands between them.
+
+Every sum has one accumulator for each lane and adds in the order of the columns, so a result has the same bits however
+many rows, nodes or threads there are: batch-invariant by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numpy.typing import NDArray
+
+from foredraft.backends.native.vector import FLOAT, HALF, I8, I16, I32, I64, POINTER, Cpu, Emitter, compiled, host
+from foredraft.backends.native.weights import BLOCK, FORMATS
+
+MOST_NODES = 8
+"""Nodes that one pass over a matrix serves; more are served in groups."""
+
+EXPAND = 0  # column of the table of addresses for `expand`; the others are numbers of nodes
+OTHERS = len(FORMATS)  # row of the table for the kernels that follow
+SOFTMAX, WEIGHTED_F32, WEIGHTED_BF16, SILU, GELU_TANH, NORM = range(6)
+
+
+class Kernels:
+    """Compiled kernels for this CPU and some formats.
+
+    `addresses` is `[formats + 1, 9]`: for each format `expand`, then `linear` for 1 to 8 nodes; then the others.
+    """
+
+    def __init__(self, formats: Iterable[str], cpu: Cpu | None = None) -> None:
+        self.cpu = cpu or host()
+        names = sorted({"f32", *formats})
+        self._engine = compiled([*(_format_module(name, self.cpu) for name in names), _others(self.cpu)], self.cpu)
+        self.addresses: NDArray[np.int64] = np.zeros((len(FORMATS) + 1, MOST_NODES + 1), dtype=np.int64)
+        for name in names:
+            for nodes in range(MOST_NODES + 1):
+                address = self._engine.get_function_address(f"{name}_{nodes}")
+                self.addresses[FORMATS[name].code, nodes] = address
+        for index in range(NORM + 1):
+            self.addresses[OTHERS, index] = self._engine.get_function_address(f"other_{index}")
+
+
+def rows_at_once(nodes: int, registers: int) -> int:
+    """Rows of the matrix whose products with all nodes fit into the registers, beside what they are made of."""
+    return max(1, min(8, (registers - 6) // nodes))
+
+
+# A block of 32 weights, as vectors
+
+
+def _f32(e: Emitter, block: Any) -> list[Any]:
+    return [e.load(e.at(block, 4 * lane)) for lane in range(0, BLOCK, e.lanes)]
+
+
+def _bf16(e: Emitter, block: Any) -> list[Any]:
+    sixteen = ir.Constant(e.lanes_of(I32), [16] * e.lanes)
+    found = []
+    for lane in range(0, BLOCK, e.lanes):
+        bits = e.build.zext(e.load(e.at(block, 2 * lane), e.lanes_of(I16)), e.lanes_of(I32))
+        found.append(e.build.bitcast(e.build.shl(bits, sixteen), e.vector))
+    return found
+
+
+def _f16(e: Emitter, block: Any) -> list[Any]:
+    halves = [e.load(e.at(block, 2 * lane), e.lanes_of(HALF)) for lane in range(0, BLOCK, e.lanes)]
+    return [e.build.fpext(half, e.vector) for half in halves]
+
+
+def _half(e: Emitter, pointer: Any) -> Any:
+    return e.splat(e.build.fpext(e.load(pointer, HALF), FLOAT))
+
+
+def _q8_0(e: Emitter, block: Any) -> list[Any]:
+    scale = _half(e, block)
+    whole = [e.load(e.at(block, 2 + lane), e.lanes_of(I8)) for lane in range(0, BLOCK, e.lanes)]
+    return [e.build.fmul(e.build.sitofp(part, e.vector), scale) for part in whole]
+
+
+def _nibbles(e: Emitter, sixteen_bytes: Any) -> list[Any]:
+    """Weights 0 to 15 are the low halves of the bytes, 16 to 31 the high ones."""
+    found = []
+    for lane in range(0, BLOCK, e.lanes):
+        packed = e.load(e.at(sixteen_bytes, lane % 16), e.lanes_of(I8))
+        low = lane < BLOCK // 2
+        operand = ir.Constant(e.lanes_of(I8), [15 if low else 4] * e.lanes)
+        nibble = e.build.and_(packed, operand) if low else e.build.lshr(packed, operand)
+        found.append(e.build.sitofp(e.build.zext(nibble, e.lanes_of(I32)), e.vector))
+    return found
+
+
+def _q4_0(e: Emitter, block: Any) -> list[Any]:
+    scale, middle = _half(e, block), e.constant(8.0)
+    return [e.build.fmul(e.build.fsub(nibble, middle), scale) for nibble in _nibbles(e, e.at(block, 2))]
+
+
+def _q4_1(e: Emitter, block: Any) -> list[Any]:
+    scale, least = _half(e, block), _half(e, e.at(block, 2))
+    return [e.build.fadd(e.build.fmul(nibble, scale), least) for nibble in _nibbles(e, e.at(block, 4))]
+
+
+_WEIGHTS: dict[str, Callable[[Emitter, Any], list[Any]]] = {
+    "f32": _f32,
+    "bf16": _bf16,
+    "f16": _f16,
+    "q8_0": _q8_0,
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+}
+
+
+# Matrix kernels
+
+
+def _format_module(name: str, cpu: Cpu) -> ir.Module:
+    module = ir.Module(name)
+    _expand(module, cpu, name)
+    for nodes in range(1, MOST_NODES + 1):
+        _linear(module, cpu, name, nodes)
+    return module
+
+
+def _expand(module: ir.Module, cpu: Cpu, name: str) -> None:
+    """`(matrix, bytes of a row, y, stride of y, first, last, blocks)`: rows as float32, `y[row - first]`."""
+    e = Emitter(module, cpu, f"{name}_{EXPAND}", [POINTER, I64, POINTER, I64, I64, I64, I64])
+    matrix, row_bytes, y, y_stride, first, last, blocks = e.arguments
+    with e.loop(first, last) as (row, _):
+        source = e.at(matrix, e.build.mul(row, row_bytes))
+        target = e.at(y, e.times(e.build.mul(e.build.sub(row, first), y_stride), 4))
+        with e.loop(e.integer(0), blocks) as (block, _):
+            weights = _WEIGHTS[name](e, e.at(source, e.times(block, FORMATS[name].block_bytes)))
+            for i, part in enumerate(weights):
+                e.store(part, e.at(e.at(target, e.times(block, 4 * BLOCK)), 4 * e.lanes * i))
+    e.build.ret_void()
+
+
+def _linear(module: ir.Module, cpu: Cpu, name: str, nodes: int) -> None:
+    """`(matrix, bytes of a row, x, stride of x, y, stride of y, first, last, blocks)`.
+
+    `y[node, row] = matrix[row] . x[node]` for the rows from `first` to `last`; strides in floats.
+    """
+    e = Emitter(module, cpu, f"{name}_{nodes}", [POINTER, I64, POINTER, I64, POINTER, I64, I64, I64, I64])
+    first, last = e.arguments[6:8]
+    rows = rows_at_once(nodes, cpu.registers)
+    with e.loop(first, last, step=rows) as (row, _):
+        _rows(e, name, nodes, rows, row)
+    if rows > 1:
+        with e.loop(row, last) as (row, _):
+            _rows(e, name, nodes, 1, row)
+    e.build.ret_void()
+
+
+def _rows(e: Emitter, name: str, nodes: int, rows: int, row: Any) -> None:
+    """Some rows times all nodes. Each weight is loaded and converted once, each product has its own accumulator."""
+    matrix, row_bytes, x, x_stride, y, y_stride, _, _, blocks = e.arguments
+    size = FORMATS[name].block_bytes
+    sources = [e.at(matrix, e.build.mul(e.build.add(row, e.integer(i)), row_bytes)) for i in range(rows)]
+    inputs = [e.at(x, e.times(x_stride, 4 * node)) for node in range(nodes)]
+    next_rows = e.times(row_bytes, rows)
+    with e.loop(e.integer(0), blocks, [e.constant(0.0)] * (rows * nodes)) as (block, sums):
+        here = [e.at(source, e.times(block, size)) for source in sources]
+        weights = [_WEIGHTS[name](e, pointer) for pointer in here]
+        for pointer in here:
+            for line in range(0, size, 64):
+                e.prefetch(e.at(e.at(pointer, next_rows), line))
+        for part in range(BLOCK // e.lanes):
+            for node in range(nodes):
+                value = e.load(e.at(e.at(inputs[node], e.times(block, 4 * BLOCK)), 4 * e.lanes * part))
+                for i in range(rows):
+                    at = node * rows + i
+                    sums[at] = e.multiply_add(weights[i][part], value, sums[at])
+    for start in range(0, len(sums), e.lanes):
+        chunk = sums[start : start + e.lanes]
+        _store_sums(e, e.sums(chunk), start, len(chunk), rows, (y, y_stride, row))
+
+
+def _store_sums(e: Emitter, sums: Any, start: int, count: int, rows: int, where: tuple[Any, Any, Any]) -> None:
+    """Each node's run of rows goes to its own place."""
+    y, y_stride, row = where
+    position = start
+    while position < start + count:
+        node, i = divmod(position, rows)
+        run = min(rows - i, start + count - position)
+        offset = e.build.add(e.build.mul(y_stride, e.integer(node)), e.build.add(row, e.integer(i)))
+        lanes = range(position - start, position - start + run)
+        e.store(e.pick(sums, sums, lanes), e.at(y, e.times(offset, 4)))
+        position += run
+
+
+# The others
+
+
+def _others(cpu: Cpu) -> ir.Module:
+    module = ir.Module("others")
+    _softmax(module, cpu)
+    _weighted(module, cpu, WEIGHTED_F32, "f32")
+    _weighted(module, cpu, WEIGHTED_BF16, "bf16")
+    _gate(module, cpu, SILU)
+    _gate(module, cpu, GELU_TANH)
+    _norm(module, cpu)
+    return module
+
+
+def _softmax(module: ir.Module, cpu: Cpu) -> None:
+    """`(s, count, scale) -> sum`: `s` becomes e^(scale (s - max)), and the sum of that is returned.
+
+    Up to a vector behind the last score is overwritten.
+    """
+    e = Emitter(module, cpu, f"other_{SOFTMAX}", [POINTER, I64, FLOAT], FLOAT)
+    scores, count, scale = e.arguments
+    padded = e.build.add(count, e.integer(e.lanes - 1))
+    e.store(e.constant(float("-inf")), e.at(scores, e.times(count, 4)))
+    with e.loop(e.integer(0), padded, [e.constant(float("-inf"))], e.lanes) as (i, best):
+        best[0] = e.maximum(e.load(e.at(scores, e.times(i, 4))), best[0])
+    highest = best[0]
+    for half in (2**power for power in reversed(range(e.lanes.bit_length() - 1))):
+        highest = e.maximum(highest, e.pick(highest, highest, [(lane + half) % e.lanes for lane in range(e.lanes)]))
+    factor = e.splat(scale)
+    with e.loop(e.integer(0), padded, [e.constant(0.0)], e.lanes) as (i, total):
+        place = e.at(scores, e.times(i, 4))
+        score = e.load(place)
+        power = e.exp(e.build.fmul(e.build.fsub(score, highest), factor))
+        power = e.build.select(e.build.fcmp_ordered("==", score, e.constant(float("-inf"))), e.constant(0.0), power)
+        e.store(power, place)
+        total[0] = e.build.fadd(total[0], power)
+    e.build.ret(e.build.extract_element(e.sums(total), ir.Constant(I32, 0)))
+
+
+def _weighted(module: ir.Module, cpu: Cpu, index: int, name: str) -> None:
+    """`(p, rows, bytes of a row, count, out, blocks)`: adds `p[i] rows[i]` to `out`, one row after the other."""
+    e = Emitter(module, cpu, f"other_{index}", [POINTER, POINTER, I64, I64, POINTER, I64])
+    blocks = e.arguments[-1]
+    with e.loop(e.integer(0), blocks, step=2) as (block, _):
+        _weighted_columns(e, name, block, 2)
+    with e.loop(block, blocks) as (block, _):
+        _weighted_columns(e, name, block, 1)
+    e.build.ret_void()
+
+
+def _weighted_columns(e: Emitter, name: str, block: Any, width: int) -> None:
+    p, rows, row_bytes, count, out, _ = e.arguments
+    size, parts = FORMATS[name].block_bytes, BLOCK // e.lanes
+    places = [e.at(e.at(out, e.times(block, 4 * BLOCK)), 4 * e.lanes * i) for i in range(parts * width)]
+    with e.loop(e.integer(0), count, [e.load(place) for place in places]) as (i, sums):
+        weight = e.splat(e.load(e.at(p, e.times(i, 4)), FLOAT))
+        source = e.at(e.at(rows, e.build.mul(i, row_bytes)), e.times(block, size))
+        values = [v for b in range(width) for v in _WEIGHTS[name](e, e.at(source, b * size))]
+        sums[:] = [e.multiply_add(weight, value, total) for value, total in zip(values, sums, strict=True)]
+    for place, total in zip(places, sums, strict=True):
+        e.store(total, place)
+
+
+def _gate(module: ir.Module, cpu: Cpu, index: int) -> None:
+    """`(gate, up, first, last)`: gate becomes activation(gate) up. Both activations are g times a sigmoid."""
+    e = Emitter(module, cpu, f"other_{index}", [POINTER, POINTER, I64, I64])
+    gate, up, first, last = e.arguments
+    with e.loop(first, last, step=e.lanes) as (i, _):
+        place = e.at(gate, e.times(i, 4))
+        g = e.load(place)
+        slope = e.constant(-1.0)
+        if index == GELU_TANH:  # -2 sqrt(2 / pi) (1 + 0.044715 g^2)
+            slope = e.multiply_add(e.build.fmul(g, g), e.constant(-0.0713548162726), e.constant(-1.5957691216057))
+        sigmoid = e.reciprocal(e.build.fadd(e.constant(1.0), e.exp(e.build.fmul(g, slope))))
+        e.store(e.build.fmul(e.build.fmul(g, sigmoid), e.load(e.at(up, e.times(i, 4)))), place)
+    e.build.ret_void()
+
+
+def _norm(module: ir.Module, cpu: Cpu) -> None:
+    """`(x, weight, out, padded count, 1 / count, epsilon)`: RMSNorm of a vector whose padding is zero."""
+    e = Emitter(module, cpu, f"other_{NORM}", [POINTER, POINTER, POINTER, I64, FLOAT, FLOAT])
+    x, weight, out, count, share, epsilon = e.arguments
+    with e.loop(e.integer(0), count, [e.constant(0.0)], e.lanes) as (i, total):
+        value = e.load(e.at(x, e.times(i, 4)))
+        total[0] = e.multiply_add(value, value, total[0])
+    square = e.build.extract_element(e.sums(total), ir.Constant(I32, 0))
+    mean = e.build.fadd(e.build.fmul(square, share), epsilon)
+    factor = e.splat(e.build.fdiv(ir.Constant(FLOAT, 1.0), e.call("llvm.sqrt.f32", FLOAT, mean)))
+    with e.loop(e.integer(0), count, step=e.lanes) as (i, _):
+        value = e.build.fmul(e.load(e.at(x, e.times(i, 4))), factor)
+        e.store(e.build.fmul(value, e.load(e.at(weight, e.times(i, 4)))), e.at(out, e.times(i, 4)))
+    e.build.ret_void()
