@@ -144,7 +144,7 @@ class NativeBackend(Backend):
         self.stop_tokens = weights.stop_tokens
         self.team = Team(threads or physical_cores())
         self._kernels = Kernels({*_formats(weights), kv_format})
-        self._tables = tables_of(weights, self._kernels.addresses, kv_format, without_attention, without_mlp)
+        self._tables = tables_of(weights, self._kernels, kv_format, without_attention, without_mlp)
         self._work: Workspace | None = None
         self._cos = self._sin = np.zeros((0, len(weights.inverse_frequencies)), dtype=np.float32)
         self._no_taps = np.full(measures.layers, -1, dtype=np.int64)

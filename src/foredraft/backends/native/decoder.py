@@ -14,21 +14,13 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from foredraft.backends.native.kernels import (
-    EXPAND,
-    MOST_NODES,
-    NORM,
-    OTHERS,
-    SOFTMAX,
-    WEIGHTED_BF16,
-    WEIGHTED_F32,
-)
-from foredraft.backends.native.tables import PANEL
 from foredraft.backends.native.team import wait
-from foredraft.backends.native.weights import BLOCK, FORMATS
 
-_F32 = FORMATS["f32"].code
-_ALIGNED = BLOCK  # rows: no two threads write to one cache line, nor to one vector of the activation
+# Compiled code is cached on disk with its constants: those of other files do not belong here.
+_BLOCK = 32  # columns; the blocks of GGUF
+_EXPAND = 0  # column of the table of kernels
+_F32 = 0  # row of the table of kernels
+_ALIGNED = _BLOCK  # rows: no two threads write to one cache line, nor to one vector of the activation
 
 compiled = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -79,7 +71,7 @@ def _first_row(rows: int, thread: int, threads: int) -> int:
 @compiled
 def _linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int, panel: Any) -> None:
     """`y[node, row] = weight[row] . x[node] + bias[row]` for the rows from `first` to `last`."""
-    if nodes <= MOST_NODES:
+    if nodes < kernels.shape[1]:
         where = (_at(x, 0), x.shape[1], _at(y, 0), y.shape[1], first, last, layer.blocks)
         _call(kernels[layer.format, nodes], (layer.address, layer.row_bytes, *where))
     else:
@@ -93,15 +85,16 @@ def _linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, la
 @compiled
 def _linear_in_panels(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int, panel: Any) -> None:
     """The same in groups of nodes. Some rows at a time are converted once, and stay in the cache for all groups."""
-    columns = layer.blocks * BLOCK
-    height = max(8, PANEL // columns // 8 * 8)
-    groups = (nodes + MOST_NODES - 1) // MOST_NODES
+    columns = layer.blocks * _BLOCK
+    height = panel.shape[1] // columns // 8 * 8
+    most = kernels.shape[1] - 1
+    groups = (nodes + most - 1) // most
     for top in range(first, last, height):
         bottom = min(last, top + height)
         address, row_bytes = layer.address + top * layer.row_bytes, layer.row_bytes
         if layer.format != _F32:
             expand = (layer.address, layer.row_bytes, _at(panel, 0), columns, top, bottom, layer.blocks)
-            _call(kernels[layer.format, EXPAND], expand)
+            _call(kernels[layer.format, _EXPAND], expand)
             address, row_bytes = _at(panel, 0), 4 * columns
         for group in range(groups):
             start, end = nodes * group // groups, nodes * (group + 1) // groups
@@ -116,7 +109,7 @@ def _embed(tables: Any, batch: Any, x: Any, thread: int, threads: int) -> None:
     for node in range(thread, len(batch.nodes), threads):
         token = batch.nodes[node].token
         row = (matrix.address, matrix.row_bytes, _at(x, node), x.shape[1], token, token + 1, matrix.blocks)
-        _call(tables.kernels[matrix.format, EXPAND], row)
+        _call(tables.kernels[matrix.format, _EXPAND], row)
         if decoder.embedding_scale != 1:
             for i in range(decoder.hidden):
                 x[node, i] *= decoder.embedding_scale
@@ -128,7 +121,7 @@ def _norm(tables: Any, x: Any, weight: int, out: Any, nodes: int, thread: int, t
     share = np.float32(1) / np.float32(decoder.hidden)
     for node in range(thread, nodes, threads):
         row = (_at(x, node), weight, _at(out, node), decoder.width, share, decoder.epsilon)
-        _call(tables.kernels[OTHERS, NORM], row)
+        _call(decoder.norm_kernel, row)
 
 
 @compiled
@@ -146,7 +139,7 @@ def _place_head(tables: Any, head: Any, norm: int, rotates: bool, cos: Any, sin:
         share = np.float32(1) / np.float32(decoder.head_dim)
         address = np.int64(head.ctypes.data)
         row = (address, norm, address, decoder.head_width, share, decoder.epsilon)
-        _call(tables.kernels[OTHERS, NORM], row)
+        _call(decoder.norm_kernel, row)
     if rotates:
         for i in range(decoder.half):
             a, b = head[i], head[i + decoder.half]
@@ -233,13 +226,14 @@ def _attend(tables: Any, batch: Any, work: Any, index: int, thread: int, threads
         scores = work.scores[thread]
         offset = 4 * head * decoder.head_width
         nodes = sequence.last - sequence.first
-        groups = (nodes + MOST_NODES - 1) // MOST_NODES
+        most = tables.kernels.shape[1] - 1
+        groups = (nodes + most - 1) // most
         for group in range(groups):
             start = sequence.first + nodes * group // groups
             end = sequence.first + nodes * (group + 1) // groups
             rows = sequence.rows
             q = (_at(work.q, start) + offset, work.q.shape[1], _at(scores, 0), scores.shape[1])
-            shape = (np.int64(0), rows, decoder.head_width // BLOCK)
+            shape = (np.int64(0), rows, decoder.head_width // _BLOCK)
             _call(tables.kernels[decoder.kv_format, end - start], (keys, decoder.kv_bytes, *q, *shape))
             for node in range(start, end):
                 out = work.mixed[node, head * decoder.head_width : (head + 1) * decoder.head_width]
@@ -252,15 +246,14 @@ def _mix(tables: Any, batch: Any, node: int, committed: int, scores: Any, values
 
     Its ancestors' scores are moved up behind the committed ones, where plain decoding has them.
     """
-    decoder, kernels = tables.decoder[0], tables.kernels
+    decoder = tables.decoder[0]
     count = committed + batch.nodes[node].ancestors
     for i in range(committed, count):
         scores[i] = scores[batch.ancestors[node, i - committed]]
     address = np.int64(scores.ctypes.data)
-    total = _call_float(kernels[OTHERS, SOFTMAX], (address, count, decoder.attention_scale))
+    total = _call_float(decoder.softmax, (address, count, decoder.attention_scale))
     out[:] = 0
-    kernel = kernels[OTHERS, WEIGHTED_F32 if decoder.kv_format == _F32 else WEIGHTED_BF16]
-    target, blocks = np.int64(out.ctypes.data), decoder.head_width // BLOCK
+    target, blocks = np.int64(out.ctypes.data), decoder.head_width // _BLOCK
     done = 0
     while done < count:  # runs of rows that lie together
         first = done if done < committed else batch.ancestors[node, done - committed]
@@ -268,7 +261,7 @@ def _mix(tables: Any, batch: Any, node: int, committed: int, scores: Any, values
         while end < count and batch.ancestors[node, end - committed] == first + end - done:
             end += 1
         rows = (values + first * decoder.kv_bytes, decoder.kv_bytes, end - done, target, blocks)
-        _call(kernel, (address + 4 * done, *rows))
+        _call(decoder.weighted, (address + 4 * done, *rows))
         done = end
     for i in range(len(out)):
         out[i] /= total
@@ -322,8 +315,8 @@ def forward(
             _linear(kernels, layer.gate, work.normed, work.gate, nodes, first_mlp, last_mlp, panel)
             _linear(kernels, layer.up, work.normed, work.up, nodes, first_mlp, last_mlp, panel)
             for node in range(nodes):
-                share = (_at(work.gate, node), _at(work.up, node), first_mlp, (last_mlp + BLOCK - 1) // BLOCK * BLOCK)
-                _call(kernels[OTHERS, decoder.gate], share)
+                share = (_at(work.gate, node), _at(work.up, node), first_mlp, (last_mlp + _BLOCK - 1) // _BLOCK * _BLOCK)
+                _call(decoder.gate, share)
             stage = wait(threads, arrivals, stage)
             _linear(kernels, layer.down, work.gate, work.added, nodes, first, last, panel)
             _add(work.x, work.added, nodes, first, last)

@@ -19,28 +19,27 @@ from foredraft.backends.native.weights import BLOCK, FORMATS
 MOST_NODES = 8
 """Nodes that one pass over a matrix serves; more are served in groups."""
 
-EXPAND = 0  # column of the table of addresses for `expand`; the others are numbers of nodes
-OTHERS = len(FORMATS)  # row of the table for the kernels that follow
-SOFTMAX, WEIGHTED_F32, WEIGHTED_BF16, SILU, GELU_TANH, NORM = range(6)
+_EXPAND = 0  # where a number of nodes stands elsewhere
 
 
 class Kernels:
     """Compiled kernels for this CPU and some formats.
 
-    `addresses` is `[formats + 1, 9]`: for each format `expand`, then `linear` for 1 to 8 nodes; then the others.
+    `matrices` `[formats, 9]` has the addresses of each format's `expand`, then of its `linear` for 1 to 8 nodes.
     """
 
     def __init__(self, formats: Iterable[str], cpu: Cpu | None = None) -> None:
         self.cpu = cpu or host()
         names = sorted({"f32", *formats})
         self._engine = compiled([*(_format_module(name, self.cpu) for name in names), _others(self.cpu)], self.cpu)
-        self.addresses: NDArray[np.int64] = np.zeros((len(FORMATS) + 1, MOST_NODES + 1), dtype=np.int64)
+        self.matrices: NDArray[np.int64] = np.zeros((len(FORMATS), MOST_NODES + 1), dtype=np.int64)
         for name in names:
             for nodes in range(MOST_NODES + 1):
-                address = self._engine.get_function_address(f"{name}_{nodes}")
-                self.addresses[FORMATS[name].code, nodes] = address
-        for index in range(NORM + 1):
-            self.addresses[OTHERS, index] = self._engine.get_function_address(f"other_{index}")
+                self.matrices[FORMATS[name].code, nodes] = self.address(f"{name}_{nodes}")
+
+    def address(self, name: str) -> int:
+        """Of a kernel: `softmax`, `norm`, `silu`, `gelu_tanh`, `weighted_f32` or `weighted_bf16`."""
+        return int(self._engine.get_function_address(name))
 
 
 def rows_at_once(nodes: int, registers: int) -> int:
@@ -124,7 +123,7 @@ def _format_module(name: str, cpu: Cpu) -> ir.Module:
 
 def _expand(module: ir.Module, cpu: Cpu, name: str) -> None:
     """`(matrix, bytes of a row, y, stride of y, first, last, blocks)`: rows as float32, `y[row - first]`."""
-    e = Emitter(module, cpu, f"{name}_{EXPAND}", [POINTER, I64, POINTER, I64, I64, I64, I64])
+    e = Emitter(module, cpu, f"{name}_{_EXPAND}", [POINTER, I64, POINTER, I64, I64, I64, I64])
     matrix, row_bytes, y, y_stride, first, last, blocks = e.arguments
     with e.loop(first, last) as (row, _):
         source = e.at(matrix, e.build.mul(row, row_bytes))
@@ -195,10 +194,10 @@ def _store_sums(e: Emitter, sums: Any, start: int, count: int, rows: int, where:
 def _others(cpu: Cpu) -> ir.Module:
     module = ir.Module("others")
     _softmax(module, cpu)
-    _weighted(module, cpu, WEIGHTED_F32, "f32")
-    _weighted(module, cpu, WEIGHTED_BF16, "bf16")
-    _gate(module, cpu, SILU)
-    _gate(module, cpu, GELU_TANH)
+    for name in ("f32", "bf16"):
+        _weighted(module, cpu, name)
+    for name in ("silu", "gelu_tanh"):
+        _gate(module, cpu, name)
     _norm(module, cpu)
     return module
 
@@ -208,7 +207,7 @@ def _softmax(module: ir.Module, cpu: Cpu) -> None:
 
     Up to a vector behind the last score is overwritten.
     """
-    e = Emitter(module, cpu, f"other_{SOFTMAX}", [POINTER, I64, FLOAT], FLOAT)
+    e = Emitter(module, cpu, "softmax", [POINTER, I64, FLOAT], FLOAT)
     scores, count, scale = e.arguments
     padded = e.build.add(count, e.integer(e.lanes - 1))
     e.store(e.constant(float("-inf")), e.at(scores, e.times(count, 4)))
@@ -228,9 +227,9 @@ def _softmax(module: ir.Module, cpu: Cpu) -> None:
     e.build.ret(e.build.extract_element(e.sums(total), ir.Constant(I32, 0)))
 
 
-def _weighted(module: ir.Module, cpu: Cpu, index: int, name: str) -> None:
+def _weighted(module: ir.Module, cpu: Cpu, name: str) -> None:
     """`(p, rows, bytes of a row, count, out, blocks)`: adds `p[i] rows[i]` to `out`, one row after the other."""
-    e = Emitter(module, cpu, f"other_{index}", [POINTER, POINTER, I64, I64, POINTER, I64])
+    e = Emitter(module, cpu, f"weighted_{name}", [POINTER, POINTER, I64, I64, POINTER, I64])
     blocks = e.arguments[-1]
     with e.loop(e.integer(0), blocks, step=2) as (block, _):
         _weighted_columns(e, name, block, 2)
@@ -252,15 +251,15 @@ def _weighted_columns(e: Emitter, name: str, block: Any, width: int) -> None:
         e.store(total, place)
 
 
-def _gate(module: ir.Module, cpu: Cpu, index: int) -> None:
+def _gate(module: ir.Module, cpu: Cpu, name: str) -> None:
     """`(gate, up, first, last)`: gate becomes activation(gate) up. Both activations are g times a sigmoid."""
-    e = Emitter(module, cpu, f"other_{index}", [POINTER, POINTER, I64, I64])
+    e = Emitter(module, cpu, name, [POINTER, POINTER, I64, I64])
     gate, up, first, last = e.arguments
     with e.loop(first, last, step=e.lanes) as (i, _):
         place = e.at(gate, e.times(i, 4))
         g = e.load(place)
         slope = e.constant(-1.0)
-        if index == GELU_TANH:  # -2 sqrt(2 / pi) (1 + 0.044715 g^2)
+        if name == "gelu_tanh":  # -2 sqrt(2 / pi) (1 + 0.044715 g^2)
             slope = e.multiply_add(e.build.fmul(g, g), e.constant(-0.0713548162726), e.constant(-1.5957691216057))
         sigmoid = e.reciprocal(e.build.fadd(e.constant(1.0), e.exp(e.build.fmul(g, slope))))
         e.store(e.build.fmul(e.build.fmul(g, sigmoid), e.load(e.at(up, e.times(i, 4)))), place)
@@ -269,7 +268,7 @@ def _gate(module: ir.Module, cpu: Cpu, index: int) -> None:
 
 def _norm(module: ir.Module, cpu: Cpu) -> None:
     """`(x, weight, out, padded count, 1 / count, epsilon)`: RMSNorm of a vector whose padding is zero."""
-    e = Emitter(module, cpu, f"other_{NORM}", [POINTER, POINTER, POINTER, I64, FLOAT, FLOAT])
+    e = Emitter(module, cpu, "norm", [POINTER, POINTER, POINTER, I64, FLOAT, FLOAT])
     x, weight, out, count, share, epsilon = e.arguments
     with e.loop(e.integer(0), count, [e.constant(0.0)], e.lanes) as (i, total):
         value = e.load(e.at(x, e.times(i, 4)))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.backends.native.kernels import GELU_TANH, MOST_NODES, SILU
+from foredraft.backends.native.kernels import MOST_NODES, Kernels
 from foredraft.backends.native.weights import BLOCK, FORMATS, Floats, Linear, Weights
 
 PANEL = 64 * 1024
@@ -41,9 +41,12 @@ DECODER = np.dtype(
                 "head_width",
                 "half",  # of the dimensions that are rotated
                 "mlp",
-                "gate",  # the kernel of the activation
                 "kv_format",
                 "kv_bytes",  # of one head's row
+                "softmax",  # addresses of kernels
+                "weighted",
+                "norm_kernel",
+                "gate",
             )
         ),
         *((name, np.float32) for name in ("epsilon", "attention_scale", "embedding_scale")),
@@ -64,16 +67,21 @@ def padded(size: int) -> int:
 
 
 class Tables(NamedTuple):
-    """A decoder as the compiled forward takes it. The weights must outlive it."""
+    """A decoder as the compiled forward takes it. Weights and kernels must outlive it.
+
+    Whatever may change between versions stands here: the compiled forward is cached on disk, where constants of other
+    files would be frozen.
+    """
 
     decoder: Table
     layers: Table
     kernels: NDArray[np.int64]
+    """`Kernels.matrices`; its first row is float32's."""
 
 
 def tables_of(
     weights: Weights,
-    kernels: NDArray[np.int64],
+    kernels: Kernels,
     kv_format: str,
     without_attention: Collection[int] = (),
     without_mlp: Collection[int] = (),
@@ -100,16 +108,19 @@ def tables_of(
         "head_width": head_width,
         "half": len(weights.inverse_frequencies),
         "mlp": measures.mlp,
-        "gate": {"silu": SILU, "gelu_tanh": GELU_TANH}[measures.activation],
         "kv_format": FORMATS[kv_format].code,
         "kv_bytes": head_width // BLOCK * FORMATS[kv_format].block_bytes,
+        "softmax": kernels.address("softmax"),
+        "weighted": kernels.address(f"weighted_{kv_format}"),
+        "norm_kernel": kernels.address("norm"),
+        "gate": kernels.address(measures.activation),
         "epsilon": measures.epsilon,
         "attention_scale": measures.attention_scale,
         "embedding_scale": measures.embedding_scale,
     }
     for name, value in values.items():
         decoder[name] = value
-    return Tables(decoder, layers, kernels)
+    return Tables(decoder, layers, kernels.matrices)
 
 
 def _linear(linear: Linear) -> tuple[int, ...]:
