@@ -59,12 +59,12 @@ class Matrix:
     @property
     def rows(self) -> int:
         """Number of outputs."""
-        return self.data.shape[0]
+        return len(self.data)
 
     @property
     def columns(self) -> int:
         """Number of inputs, a multiple of 32."""
-        return self.data.shape[1] // FORMATS[self.format].block_bytes * BLOCK
+        return int(self.data.shape[1]) // FORMATS[self.format].block_bytes * BLOCK
 
     def __getitem__(self, rows: slice | NDArray[np.int64]) -> Matrix:
         """Some of the rows: a slice shares the memory, indices copy."""

@@ -1,0 +1,100 @@
+"""From a model's files, or a model that is loaded already, to the native engine's weights and the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transformers import AutoConfig, AutoTokenizer
+
+from foredraft.backends.native import families
+from foredraft.backends.native.tensors import WEIGHTS, build
+from foredraft.backends.native.torch_tensors import folder_tensors, model_tensors
+from foredraft.backends.native.weights import Weights
+from foredraft.checks import require
+from foredraft.errors import ForedraftError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from foredraft.models import Notify
+
+
+class NativeModel(NamedTuple):
+    """Weights and the tokenizer that goes with them."""
+
+    weights: Weights
+    tokenizer: PreTrainedTokenizerBase
+
+
+def read_native(
+    path: Path, *, weights: str = "auto", cache: Path | None = None, notify: Notify = lambda _: None
+) -> NativeModel:
+    """Read a folder of safetensors; its matrices stay in the files, mapped into memory.
+
+    Args:
+        path: The folder.
+        weights: `auto` leaves each matrix in the type it is stored in; `f32`, `bf16` and `q8` convert all of them.
+        cache: Folder of `foredraft`'s cache; `None` keeps nothing.
+        notify: Called with a sentence when something that takes time begins.
+
+    Raises:
+        ModelError: The files are damaged or incomplete.
+        UnsupportedError: The engine does not run such a model.
+        InvalidInputError: Unknown `weights`.
+    """
+    require("weights", weights, weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
+    with _readable(path):
+        config = AutoConfig.from_pretrained(path)
+        families.require_supported(config)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        stop_tokens = _stop_tokens(path, config)
+        read = build(config, folder_tensors(path), weights=weights, stop_tokens=stop_tokens, notify=notify)
+    return NativeModel(read, tokenizer)
+
+
+def weights_of_model(model: PreTrainedModel, weights: str = "auto") -> Weights:
+    """The weights of a transformers model; they share its memory unless they are converted.
+
+    Args:
+        model: The model.
+        weights: See `read_native`.
+
+    Raises:
+        UnsupportedError: The engine does not run such a model.
+        InvalidInputError: Unknown `weights`.
+    """
+    require("weights", weights, weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
+    families.require_supported(model.config)
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return build(model.config, model_tensors(model), weights=weights, stop_tokens=_ids(ends))
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Whatever a damaged file makes the readers raise, the user needs one sentence with the file's name."""
+    try:
+        yield
+    except ForedraftError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ModelError(
+            f"Cannot read the model {path} ({reason}). The file may be cut short, damaged, or of a kind that "
+            "transformers does not know."
+        ) from error
+
+
+def _stop_tokens(folder: Path, config: Any) -> frozenset[int]:
+    """The ids that end an answer, as transformers takes them: of the generation settings if there are such."""
+    settings = folder / "generation_config.json"
+    if settings.is_file():
+        return _ids(json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id"))
+    return _ids(config.eos_token_id)
+
+
+def _ids(ends: int | list[int] | None) -> frozenset[int]:
+    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
