@@ -30,6 +30,7 @@ from foredraft.types import Draft
 
 _FIRST_ROWS = 256  # of a cache; it doubles when it is full
 _PREFILL_CHUNK = 256  # tokens
+KV = NDArray[np.generic]
 _KV_TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(np.uint16)}
 
 
@@ -42,14 +43,15 @@ class Early(NamedTuple):
 
 
 class NativeCache(KVCache):
-    """Keys and values `[layers, 2, kv_heads, rows, head_width]`, and how many rows are committed.
+    """Keys `[layers, kv_heads, rows / lanes, head_width, lanes]`, values `[layers, kv_heads, rows, head_width]`.
 
-    Behind these are the nodes of the last forward, in its order; after an early exit, in the first layers only.
+    Behind the committed rows are the nodes of the last forward, in its order; after an early exit, in the first layers
+    only.
     """
 
-    def __init__(self, shape: tuple[int, int, int], kv_format: str) -> None:
-        layers, kv_heads, head_width = shape
-        self.kv: NDArray[np.generic] = np.zeros((layers, 2, kv_heads, 0, head_width), dtype=_KV_TYPES[kv_format])
+    def __init__(self, layers: int, kv_heads: int, head_width: int, lanes: int, kv_format: str) -> None:
+        self.keys: KV = np.zeros((layers, kv_heads, 0, head_width, lanes), dtype=_KV_TYPES[kv_format])
+        self.values: KV = np.zeros((layers, kv_heads, 0, head_width), dtype=_KV_TYPES[kv_format])
         self.committed = 0
         self.early: Early | None = None
 
@@ -61,23 +63,31 @@ class NativeCache(KVCache):
     @property
     def capacity(self) -> int:
         """Rows there is room for."""
-        return self.kv.shape[3]
+        return self.values.shape[2]
 
     def reserve(self, rows: int) -> None:
         """Make room for so many rows in all."""
         if rows > self.capacity:
-            grown = max(rows, 2 * self.capacity, _FIRST_ROWS)
-            fresh = np.zeros((*self.kv.shape[:3], grown, self.kv.shape[4]), dtype=self.kv.dtype)
-            fresh[..., : self.capacity, :] = self.kv
-            self.kv = fresh
+            lanes = self.keys.shape[-1]
+            blocks = -(-max(rows, 2 * self.capacity, _FIRST_ROWS) // lanes)
+            self.keys = _grown(self.keys, blocks)
+            self.values = _grown(self.values, blocks * lanes)
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit the root and these nodes."""
         first = self.committed + 1
         if list(path) != list(range(len(path))):
-            self.kv[..., first : first + len(path), :] = self.kv[..., np.asarray(path) + first, :]
+            old, new = np.asarray(path) + first, np.arange(len(path)) + first
+            lanes = self.keys.shape[-1]
+            self.values[:, :, new] = self.values[:, :, old]
+            self.keys[:, :, new // lanes, :, new % lanes] = self.keys[:, :, old // lanes, :, old % lanes]
         self.committed = first + len(path)
         self.early = None
+
+    def rows(self) -> tuple[KV, KV]:
+        """Committed keys and values, each `[layers, kv_heads, length, head_width]`."""
+        keys = self.keys.swapaxes(3, 4).reshape(self.values.shape)
+        return keys[:, :, : self.committed], self.values[:, :, : self.committed]
 
     def known(self, query: Query, layers: int | None = None) -> int:
         """How many of the query's first tokens, a chain, are in `early` (of as many layers). The rest is forgotten."""
@@ -91,6 +101,13 @@ class NativeCache(KVCache):
                 same += 1
         self.early = Early(self.early.layers, tokens[:same], self.early.hidden[:same]) if same else None
         return same
+
+
+def _grown(array: KV, size: int) -> KV:
+    """A copy whose third axis is longer."""
+    fresh = np.zeros((*array.shape[:2], size, *array.shape[3:]), dtype=array.dtype)
+    fresh[:, :, : array.shape[2]] = array
+    return fresh
 
 
 class Part(NamedTuple):
@@ -143,7 +160,7 @@ class NativeBackend(Backend):
         self.context = measures.context
         self.stop_tokens = weights.stop_tokens
         self.team = Team(threads or physical_cores())
-        self._kernels = Kernels({*_formats(weights), kv_format})
+        self._kernels = Kernels(_formats(weights), kv_format)
         self._tables = tables_of(weights, self._kernels, kv_format, without_attention, without_mlp)
         self._work: Workspace | None = None
         self._cos = self._sin = np.zeros((0, len(weights.inverse_frequencies)), dtype=np.float32)
@@ -152,7 +169,8 @@ class NativeBackend(Backend):
     def new_cache(self) -> NativeCache:
         """An empty cache for one sequence."""
         measures = self.weights.measures
-        return NativeCache((measures.layers, measures.kv_heads, padded(measures.head_dim)), self.kv_format)
+        width, lanes = padded(measures.head_dim), self._kernels.cpu.lanes
+        return NativeCache(measures.layers, measures.kv_heads, width, lanes, self.kv_format)
 
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:
         """Append tokens to the cache without scoring them. In which pieces makes no difference to its bits."""
@@ -251,10 +269,12 @@ class NativeBackend(Backend):
             nodes = np.zeros(count, dtype=NODE)
             nodes["token"], nodes["sequence"] = (query.root, *query.draft.tokens), index
             nodes["row"], nodes["position"], nodes["ancestors"] = np.arange(count) + base, depth + base, depth + 1
+            nodes["straight"] = np.cumprod(rows == np.arange(rows.shape[1]), axis=1).sum(axis=1).clip(max=depth + 1)
             first = sum(map(len, tables))
             tables.append(nodes[known:])
             seen.append(rows[known:] + base)
-            sequences[index] = (first, first + count - known, base, base + count, cache.kv.ctypes.data, cache.capacity)
+            where = cache.keys.ctypes.data, cache.values.ctypes.data, cache.capacity
+            sequences[index] = (first, first + count - known, base, base + count, *where)
         nodes = np.concatenate(tables)
         ancestors = np.zeros((len(nodes), max(rows.shape[1] for rows in seen)), dtype=np.int64)
         for rows, sequence in zip(seen, sequences, strict=True):

@@ -70,36 +70,29 @@ def _first_row(rows: int, thread: int, threads: int) -> int:
 
 @compiled
 def _linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int, panel: Any) -> None:
-    """`y[node, row] = weight[row] . x[node] + bias[row]` for the rows from `first` to `last`."""
-    if nodes < kernels.shape[1]:
-        where = (_at(x, 0), x.shape[1], _at(y, 0), y.shape[1], first, last, layer.blocks)
-        _call(kernels[layer.format, nodes], (layer.address, layer.row_bytes, *where))
-    else:
-        _linear_in_panels(kernels, layer, x, y, nodes, first, last, panel)
+    """`y[node, row] = weight[row] . x[node] + bias[row]` for the rows from `first` to `last`.
+
+    Nodes come in groups. For more than two groups the weights are converted once, some rows at a time, which then stay
+    in the core's cache for all of them.
+    """
+    columns, most = layer.blocks * _BLOCK, kernels.shape[1] - 1
+    groups = (nodes + most - 1) // most
+    height = last - first if groups <= 2 else panel.shape[1] // columns // 8 * 8
+    for top in range(first, last, max(1, height)):
+        bottom = min(last, top + height)
+        address, row_bytes, format_ = layer.address + top * layer.row_bytes, layer.row_bytes, layer.format
+        if groups > 2 and format_ != _F32:
+            expand = (layer.address, layer.row_bytes, _at(panel, 0), columns, top, bottom, layer.blocks)
+            _call(kernels[format_, _EXPAND], expand)
+            address, row_bytes, format_ = _at(panel, 0), 4 * columns, _F32
+        for group in range(groups):
+            start, end = nodes * group // groups, nodes * (group + 1) // groups
+            out = (_at(y, start) + 4 * top, y.shape[1], np.int64(0), bottom - top, layer.blocks)
+            _call(kernels[format_, end - start], (address, row_bytes, _at(x, start), x.shape[1], *out))
     if layer.bias != 0:
         for node in range(nodes):
             for row in range(first, last):
                 y[node, row] += _float_at(layer.bias, row)
-
-
-@compiled
-def _linear_in_panels(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int, panel: Any) -> None:
-    """The same in groups of nodes. Some rows at a time are converted once, and stay in the cache for all groups."""
-    columns = layer.blocks * _BLOCK
-    height = panel.shape[1] // columns // 8 * 8
-    most = kernels.shape[1] - 1
-    groups = (nodes + most - 1) // most
-    for top in range(first, last, height):
-        bottom = min(last, top + height)
-        address, row_bytes = layer.address + top * layer.row_bytes, layer.row_bytes
-        if layer.format != _F32:
-            expand = (layer.address, layer.row_bytes, _at(panel, 0), columns, top, bottom, layer.blocks)
-            _call(kernels[layer.format, _EXPAND], expand)
-            address, row_bytes = _at(panel, 0), 4 * columns
-        for group in range(groups):
-            start, end = nodes * group // groups, nodes * (group + 1) // groups
-            out = (_at(y, start) + 4 * top, y.shape[1], np.int64(0), bottom - top, layer.blocks)
-            _call(kernels[_F32, end - start], (address, row_bytes, _at(x, start), x.shape[1], *out))
 
 
 @compiled
@@ -148,10 +141,17 @@ def _place_head(tables: Any, head: Any, norm: int, rotates: bool, cos: Any, sin:
 
 
 @compiled
-def _cache_row(decoder: Any, sequence: Any, layer: int, which: int, head: int, row: int) -> int:
-    """The address of a row of keys (`which` 0) or values (1)."""
-    plane = (2 * layer + which) * decoder.kv_heads + head
-    return sequence.cache + (plane * sequence.capacity + row) * decoder.kv_bytes
+def _keys(decoder: Any, sequence: Any, layer: int, head: int) -> int:
+    """The address of a head's keys `[capacity / lanes, head_width, lanes]`."""
+    plane = layer * decoder.kv_heads + head
+    return sequence.keys + plane * sequence.capacity * decoder.head_width * decoder.kv_bytes
+
+
+@compiled
+def _values(decoder: Any, sequence: Any, layer: int, head: int) -> int:
+    """The address of a head's values `[capacity, head_width]`."""
+    plane = layer * decoder.kv_heads + head
+    return sequence.values + plane * sequence.capacity * decoder.head_width * decoder.kv_bytes
 
 
 @intrinsic
@@ -183,20 +183,20 @@ def _store_bfloat16(typing: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @compiled
-def _keep(decoder: Any, address: int, head: Any) -> None:
-    """Write one head's k or v into the cache."""
+def _keep(decoder: Any, address: int, step: int, head: Any) -> None:
+    """Write one head's k or v into the cache, from `address` on, every `step` numbers."""
     for i in range(decoder.head_width):
-        if decoder.kv_format == _F32:
-            _store_float(address, i, head[i])
+        if decoder.kv_bytes == 4:
+            _store_float(address, i * step, head[i])
         else:
-            _store_bfloat16(address, i, head[i])
+            _store_bfloat16(address, i * step, head[i])
 
 
 @compiled
 def _place_heads(tables: Any, batch: Any, work: Any, index: int, thread: int, threads: int) -> None:
     """Norm and rotate all heads of q and k, and write k and v into the cache."""
     decoder, layer = tables.decoder[0], tables.layers[index]
-    width, heads = decoder.head_width, decoder.heads
+    width, heads, lanes = decoder.head_width, decoder.heads, decoder.lanes
     for unit in range(thread, len(batch.nodes) * (heads + decoder.kv_heads), threads):
         i, head = unit // (heads + decoder.kv_heads), unit % (heads + decoder.kv_heads)
         node = batch.nodes[i]
@@ -210,61 +210,91 @@ def _place_heads(tables: Any, batch: Any, work: Any, index: int, thread: int, th
             v = work.v[i, head * width : (head + 1) * width]
             _place_head(tables, k, layer.k_norm, layer.rotates, cos, sin)
             sequence = batch.sequences[node.sequence]
-            _keep(decoder, _cache_row(decoder, sequence, index, 0, head, node.row), k)
-            _keep(decoder, _cache_row(decoder, sequence, index, 1, head, node.row), v)
+            key = node.row // lanes * lanes * width + node.row % lanes
+            _keep(decoder, _keys(decoder, sequence, index, head) + key * decoder.kv_bytes, lanes, k)
+            _keep(decoder, _values(decoder, sequence, index, head) + node.row * width * decoder.kv_bytes, 1, v)
 
 
 @compiled
 def _attend(tables: Any, batch: Any, work: Any, index: int, thread: int, threads: int) -> None:
     """Each node's heads look at the committed rows and at its ancestors'."""
     decoder = tables.decoder[0]
-    for unit in range(thread, len(batch.sequences) * decoder.heads, threads):
-        sequence, head = batch.sequences[unit // decoder.heads], unit % decoder.heads
-        kv_head = head * decoder.kv_heads // decoder.heads
-        keys = _cache_row(decoder, sequence, index, 0, kv_head, 0)
-        values = _cache_row(decoder, sequence, index, 1, kv_head, 0)
-        scores = work.scores[thread]
-        offset = 4 * head * decoder.head_width
+    most = tables.attention.shape[1] - 1
+    scores, unit = work.scores[thread], 0
+    for s in range(len(batch.sequences)):
+        sequence = batch.sequences[s]
         nodes = sequence.last - sequence.first
-        most = tables.kernels.shape[1] - 1
         groups = (nodes + most - 1) // most
-        for group in range(groups):
-            start = sequence.first + nodes * group // groups
-            end = sequence.first + nodes * (group + 1) // groups
-            rows = sequence.rows
-            q = (_at(work.q, start) + offset, work.q.shape[1], _at(scores, 0), scores.shape[1])
-            shape = (np.int64(0), rows, decoder.head_width // _BLOCK)
-            _call(tables.kernels[decoder.kv_format, end - start], (keys, decoder.kv_bytes, *q, *shape))
-            for node in range(start, end):
-                out = work.mixed[node, head * decoder.head_width : (head + 1) * decoder.head_width]
-                _mix(tables, batch, node, sequence.committed, scores[node - start], values, out)
+        for head in range(decoder.heads):
+            for group in range(groups):
+                if unit % threads == thread:
+                    start = sequence.first + nodes * group // groups
+                    end = sequence.first + nodes * (group + 1) // groups
+                    _attend_group(tables, batch, work, index, sequence, head, start, end, scores)
+                unit += 1
 
 
 @compiled
-def _mix(tables: Any, batch: Any, node: int, committed: int, scores: Any, values: int, out: Any) -> None:
-    """One head of one node: the values of what it sees, weighted by the softmax of its scores.
+def _attend_group(
+    tables: Any, batch: Any, work: Any, index: int, sequence: Any, head: int, start: int, end: int, scores: Any
+) -> None:
+    """One head of some nodes of a sequence."""
+    decoder, width = tables.decoder[0], tables.decoder[0].head_width
+    kv_head = head * decoder.kv_heads // decoder.heads
+    keys = (_keys(decoder, sequence, index, kv_head), width, (sequence.rows + decoder.lanes - 1) // decoder.lanes)
+    q = (_at(work.q, start) + 4 * head * width, work.q.shape[1])
+    _call(tables.attention[0, end - start], (*q, *keys, _at(scores, 0), scores.shape[1]))
+    values = _values(decoder, sequence, index, kv_head)
+    for first in range(start, end, decoder.mixed_at_once):
+        last = min(end, first + decoder.mixed_at_once)
+        _mix(tables, batch, first, last, sequence.committed, scores[first - start :], values, work.mixed, head * width)
+
+
+@compiled
+def _mix(
+    tables: Any,
+    batch: Any,
+    first: int,
+    last: int,
+    committed: int,
+    scores: Any,
+    values: int,
+    mixed: Any,
+    column: int,
+) -> None:
+    """One head of a few nodes: the values of what each sees, weighted by the softmax of its scores.
 
     Its ancestors' scores are moved up behind the committed ones, where plain decoding has them.
     """
-    decoder = tables.decoder[0]
-    count = committed + batch.nodes[node].ancestors
-    for i in range(committed, count):
-        scores[i] = scores[batch.ancestors[node, i - committed]]
-    address = np.int64(scores.ctypes.data)
-    total = _call_float(decoder.softmax, (address, count, decoder.attention_scale))
-    out[:] = 0
-    target, blocks = np.int64(out.ctypes.data), decoder.head_width // _BLOCK
-    done = 0
-    while done < count:  # runs of rows that lie together
-        first = done if done < committed else batch.ancestors[node, done - committed]
-        end = max(done + 1, committed)
-        while end < count and batch.ancestors[node, end - committed] == first + end - done:
-            end += 1
-        rows = (values + first * decoder.kv_bytes, decoder.kv_bytes, end - done, target, blocks)
-        _call(decoder.weighted, (address + 4 * done, *rows))
-        done = end
-    for i in range(len(out)):
-        out[i] /= total
+    decoder, width = tables.decoder[0], tables.decoder[0].head_width
+    row_bytes, blocks = width * decoder.kv_bytes, width // _BLOCK
+    totals = np.empty(8, dtype=np.float32)
+    for node in range(first, last):
+        row, count = scores[node - first], committed + batch.nodes[node].ancestors
+        for i in range(committed, count):
+            row[i] = row[batch.ancestors[node, i - committed]]
+        address = _at(scores, node - first)
+        totals[node - first] = _call_float(decoder.softmax, (address, count, decoder.attention_scale))
+        mixed[node, column : column + width] = 0
+    shared = batch.nodes[first].straight
+    for node in range(first + 1, last):
+        shared = min(shared, batch.nodes[node].straight)
+    out = (_at(mixed, first) + 4 * column, mixed.shape[1], blocks)
+    rows = (_at(scores, 0), scores.shape[1], values, row_bytes, committed + shared)
+    _call(tables.attention[1, last - first], (*rows, *out))
+    for node in range(first, last):
+        target = (_at(mixed, node) + 4 * column, mixed.shape[1], blocks)
+        seen, done = batch.ancestors[node], shared
+        while done < batch.nodes[node].ancestors:  # runs of rows that lie together
+            end = done + 1
+            while end < batch.nodes[node].ancestors and seen[end] == seen[done] + end - done:
+                end += 1
+            p = _at(scores, node - first) + 4 * (committed + done)
+            rows = (p, scores.shape[1], values + seen[done] * row_bytes, row_bytes, np.int64(end - done))
+            _call(tables.attention[1, 1], (*rows, *target))
+            done = end
+        for i in range(column, column + width):
+            mixed[node, i] /= totals[node - first]
 
 
 @compiled
@@ -315,7 +345,12 @@ def forward(
             _linear(kernels, layer.gate, work.normed, work.gate, nodes, first_mlp, last_mlp, panel)
             _linear(kernels, layer.up, work.normed, work.up, nodes, first_mlp, last_mlp, panel)
             for node in range(nodes):
-                share = (_at(work.gate, node), _at(work.up, node), first_mlp, (last_mlp + _BLOCK - 1) // _BLOCK * _BLOCK)
+                share = (
+                    _at(work.gate, node),
+                    _at(work.up, node),
+                    first_mlp,
+                    (last_mlp + _BLOCK - 1) // _BLOCK * _BLOCK,
+                )
                 _call(decoder.gate, share)
             stage = wait(threads, arrivals, stage)
             _linear(kernels, layer.down, work.gate, work.added, nodes, first, last, panel)

@@ -7,6 +7,7 @@ many rows, nodes or threads there are: batch-invariant by construction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,26 +26,38 @@ _EXPAND = 0  # where a number of nodes stands elsewhere
 class Kernels:
     """Compiled kernels for this CPU and some formats.
 
-    `matrices` `[formats, 9]` has the addresses of each format's `expand`, then of its `linear` for 1 to 8 nodes.
+    `matrices` `[formats, 9]` has the addresses of each format's `expand`, then of its `linear` for 1 to 8 nodes;
+    `attention` `[2, 9]` those of `scores` and `weighted` over keys and values in `kv_format`.
     """
 
-    def __init__(self, formats: Iterable[str], cpu: Cpu | None = None) -> None:
+    def __init__(self, formats: Iterable[str], kv_format: str = "f32", cpu: Cpu | None = None) -> None:
         self.cpu = cpu or host()
         names = sorted({"f32", *formats})
-        self._engine = compiled([*(_format_module(name, self.cpu) for name in names), _others(self.cpu)], self.cpu)
+        modules = [*(_format_module(name, self.cpu) for name in names), _others(self.cpu, kv_format)]
+        self._engine = compiled(modules, self.cpu)
         self.matrices: NDArray[np.int64] = np.zeros((len(FORMATS), MOST_NODES + 1), dtype=np.int64)
         for name in names:
             for nodes in range(MOST_NODES + 1):
                 self.matrices[FORMATS[name].code, nodes] = self.address(f"{name}_{nodes}")
+        self.attention: NDArray[np.int64] = np.zeros((2, MOST_NODES + 1), dtype=np.int64)
+        for nodes in range(1, MOST_NODES + 1):
+            self.attention[0, nodes] = self.address(f"scores_{nodes}")
+        for nodes in range(1, most_mixed(self.cpu) + 1):
+            self.attention[1, nodes] = self.address(f"weighted_{nodes}")
 
     def address(self, name: str) -> int:
-        """Of a kernel: `softmax`, `norm`, `silu`, `gelu_tanh`, `weighted_f32` or `weighted_bf16`."""
+        """Of a kernel that is not in the tables: `softmax`, `norm`, `silu` or `gelu_tanh`."""
         return int(self._engine.get_function_address(name))
 
 
 def rows_at_once(nodes: int, registers: int) -> int:
     """Rows of the matrix whose products with all nodes fit into the registers, beside what they are made of."""
     return max(1, min(8, (registers - 6) // nodes))
+
+
+def most_mixed(cpu: Cpu) -> int:
+    """Nodes that `weighted` serves at once: it has four sums for each."""
+    return 4 if cpu.registers == 32 else 2
 
 
 # A block of 32 weights, as vectors
@@ -55,12 +68,13 @@ def _f32(e: Emitter, block: Any) -> list[Any]:
 
 
 def _bf16(e: Emitter, block: Any) -> list[Any]:
-    sixteen = ir.Constant(e.lanes_of(I32), [16] * e.lanes)
-    found = []
-    for lane in range(0, BLOCK, e.lanes):
-        bits = e.build.zext(e.load(e.at(block, 2 * lane), e.lanes_of(I16)), e.lanes_of(I32))
-        found.append(e.build.bitcast(e.build.shl(bits, sixteen), e.vector))
-    return found
+    return [_bfloat16(e, e.at(block, 2 * lane)) for lane in range(0, BLOCK, e.lanes)]
+
+
+def _bfloat16(e: Emitter, pointer: Any) -> Any:
+    """One vector: the upper halves of float32."""
+    bits = e.build.zext(e.load(pointer, e.lanes_of(I16)), e.lanes_of(I32))
+    return e.build.bitcast(e.build.shl(bits, ir.Constant(e.lanes_of(I32), [16] * e.lanes)), e.vector)
 
 
 def _f16(e: Emitter, block: Any) -> list[Any]:
@@ -191,11 +205,13 @@ def _store_sums(e: Emitter, sums: Any, start: int, count: int, rows: int, where:
 # The others
 
 
-def _others(cpu: Cpu) -> ir.Module:
+def _others(cpu: Cpu, kv_format: str) -> ir.Module:
     module = ir.Module("others")
     _softmax(module, cpu)
-    for name in ("f32", "bf16"):
-        _weighted(module, cpu, name)
+    for nodes in range(1, MOST_NODES + 1):
+        _scores(module, cpu, kv_format, nodes)
+    for nodes in range(1, most_mixed(cpu) + 1):
+        _weighted(module, cpu, kv_format, nodes)
     for name in ("silu", "gelu_tanh"):
         _gate(module, cpu, name)
     _norm(module, cpu)
@@ -227,26 +243,69 @@ def _softmax(module: ir.Module, cpu: Cpu) -> None:
     e.build.ret(e.build.extract_element(e.sums(total), ir.Constant(I32, 0)))
 
 
-def _weighted(module: ir.Module, cpu: Cpu, name: str) -> None:
-    """`(p, rows, bytes of a row, count, out, blocks)`: adds `p[i] rows[i]` to `out`, one row after the other."""
-    e = Emitter(module, cpu, f"weighted_{name}", [POINTER, POINTER, I64, I64, POINTER, I64])
-    blocks = e.arguments[-1]
-    with e.loop(e.integer(0), blocks, step=2) as (block, _):
-        _weighted_columns(e, name, block, 2)
-    with e.loop(block, blocks) as (block, _):
-        _weighted_columns(e, name, block, 1)
+def _scores(module: ir.Module, cpu: Cpu, name: str, nodes: int) -> None:
+    """`(q, stride of q, keys, head_width, blocks, scores, stride of scores)`: `scores[node, row] = q[node] . key[row]`.
+
+    Keys lie in blocks of as many rows as there are lanes, `[blocks, head_width, lanes]`: a lane is a row, and nothing
+    has to be summed across lanes.
+    """
+    e = Emitter(module, cpu, f"scores_{nodes}", [POINTER, I64, POINTER, I64, I64, POINTER, I64])
+    last = e.arguments[4]
+    together = max(1, min(4, (cpu.registers - 4) // nodes))
+    with e.loop(e.integer(0), last, step=together) as (block, _):
+        _score_blocks(e, name, nodes, together, block)
+    if together > 1:
+        with e.loop(block, last) as (block, _):
+            _score_blocks(e, name, nodes, 1, block)
     e.build.ret_void()
 
 
-def _weighted_columns(e: Emitter, name: str, block: Any, width: int) -> None:
-    p, rows, row_bytes, count, out, _ = e.arguments
-    size, parts = FORMATS[name].block_bytes, BLOCK // e.lanes
-    places = [e.at(e.at(out, e.times(block, 4 * BLOCK)), 4 * e.lanes * i) for i in range(parts * width)]
+def _score_blocks(e: Emitter, name: str, nodes: int, together: int, block: Any) -> None:
+    q, q_stride, keys, head_width, _, scores, stride = e.arguments
+    size = FORMATS[name].block_bytes * e.lanes // BLOCK  # bytes of one dimension of a block's keys
+    inputs = [e.at(q, e.times(q_stride, 4 * node)) for node in range(nodes)]
+    places = [e.build.add(block, e.integer(i)) for i in range(together)]
+    read = e.load if name == "f32" else partial(_bfloat16, e)
+    sources = [e.at(keys, e.times(e.build.mul(place, head_width), size)) for place in places]
+    with e.loop(e.integer(0), head_width, [e.constant(0.0)] * (nodes * together)) as (i, sums):
+        here = [read(e.at(source, e.times(i, size))) for source in sources]
+        for node in range(nodes):
+            value = e.splat(e.load(e.at(inputs[node], e.times(i, 4)), FLOAT))
+            for at, key in enumerate(here, start=node * together):
+                sums[at] = e.multiply_add(value, key, sums[at])
+    for at, total in enumerate(sums):
+        node, i = divmod(at, together)
+        offset = e.build.add(e.times(stride, node), e.times(places[i], e.lanes))
+        e.store(total, e.at(scores, e.times(offset, 4)))
+
+
+def _weighted(module: ir.Module, cpu: Cpu, name: str, nodes: int) -> None:
+    """`(p, stride of p, values, bytes of a row, count, out, stride of out, blocks)`.
+
+    Adds `p[node, row] values[row]` to `out[node]`, one row after the other.
+    """
+    e = Emitter(module, cpu, f"weighted_{nodes}", [POINTER, I64, POINTER, I64, I64, POINTER, I64, I64])
+    blocks = e.arguments[-1]
+    with e.loop(e.integer(0), blocks, step=2) as (block, _):
+        _weighted_columns(e, name, nodes, block, 2)
+    with e.loop(block, blocks) as (block, _):
+        _weighted_columns(e, name, nodes, block, 1)
+    e.build.ret_void()
+
+
+def _weighted_columns(e: Emitter, name: str, nodes: int, block: Any, width: int) -> None:
+    p, stride, values, row_bytes, count, out, out_stride, _ = e.arguments
+    size, parts = FORMATS[name].block_bytes, BLOCK // e.lanes * width
+    rows = [e.at(out, e.times(e.build.mul(out_stride, e.integer(node)), 4)) for node in range(nodes)]
+    places = [e.at(e.at(row, e.times(block, 4 * BLOCK)), 4 * e.lanes * i) for row in rows for i in range(parts)]
+    weights = [e.at(p, e.times(stride, 4 * node)) for node in range(nodes)]
     with e.loop(e.integer(0), count, [e.load(place) for place in places]) as (i, sums):
-        weight = e.splat(e.load(e.at(p, e.times(i, 4)), FLOAT))
-        source = e.at(e.at(rows, e.build.mul(i, row_bytes)), e.times(block, size))
-        values = [v for b in range(width) for v in _WEIGHTS[name](e, e.at(source, b * size))]
-        sums[:] = [e.multiply_add(weight, value, total) for value, total in zip(values, sums, strict=True)]
+        source = e.at(e.at(values, e.build.mul(i, row_bytes)), e.times(block, size))
+        value = [v for b in range(width) for v in _WEIGHTS[name](e, e.at(source, b * size))]
+        for node in range(nodes):
+            weight = e.splat(e.load(e.at(weights[node], e.times(i, 4)), FLOAT))
+            for at, v in enumerate(value, start=node * parts):
+                sums[at] = e.multiply_add(weight, v, sums[at])
     for place, total in zip(places, sums, strict=True):
         e.store(total, place)
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.backends.native.kernels import MOST_NODES, Kernels
+from foredraft.backends.native.kernels import MOST_NODES, Kernels, most_mixed
 from foredraft.backends.native.weights import BLOCK, FORMATS, Floats, Linear, Weights
 
-PANEL = 64 * 1024
+PANEL = 32 * 1024
 """Floats of the rows that stay in a core's cache while all nodes are served."""
 SLACK = 64
 """Floats behind the scores that their kernel may overwrite."""
@@ -41,10 +41,10 @@ DECODER = np.dtype(
                 "head_width",
                 "half",  # of the dimensions that are rotated
                 "mlp",
-                "kv_format",
-                "kv_bytes",  # of one head's row
+                "kv_bytes",  # of one number
+                "lanes",  # rows of a block of keys
+                "mixed_at_once",  # most nodes of the kernel `weighted`
                 "softmax",  # addresses of kernels
-                "weighted",
                 "norm_kernel",
                 "gate",
             )
@@ -53,10 +53,11 @@ DECODER = np.dtype(
     ],
     align=True,
 )
-NODE = np.dtype([(name, np.int64) for name in ("token", "sequence", "row", "position", "ancestors")])
-"""`row` is its own in the cache; `ancestors` counts the uncommitted rows that it sees, itself among them."""
-SEQUENCE = np.dtype([(name, np.int64) for name in ("first", "last", "committed", "rows", "cache", "capacity")])
-"""Its nodes, its committed rows, all rows that its nodes may see, the address of its cache and rows of that."""
+NODE = np.dtype([(name, np.int64) for name in ("token", "sequence", "row", "position", "ancestors", "straight")])
+"""`row` is its own in the cache; `ancestors` counts the uncommitted rows that it sees, itself among them, and `straight`
+how many of the first of these follow one another behind the committed rows, as those of a chain do."""
+SEQUENCE = np.dtype([(name, np.int64) for name in ("first", "last", "committed", "rows", "keys", "values", "capacity")])
+"""Its nodes, its committed rows, all rows that its nodes may see, the addresses of its cache and rows of that."""
 
 Table = NDArray[np.void]
 
@@ -77,6 +78,8 @@ class Tables(NamedTuple):
     layers: Table
     kernels: NDArray[np.int64]
     """`Kernels.matrices`; its first row is float32's."""
+    attention: NDArray[np.int64]
+    """`Kernels.attention`"""
 
 
 def tables_of(
@@ -108,10 +111,10 @@ def tables_of(
         "head_width": head_width,
         "half": len(weights.inverse_frequencies),
         "mlp": measures.mlp,
-        "kv_format": FORMATS[kv_format].code,
-        "kv_bytes": head_width // BLOCK * FORMATS[kv_format].block_bytes,
+        "kv_bytes": FORMATS[kv_format].block_bytes // BLOCK,
+        "lanes": kernels.cpu.lanes,
+        "mixed_at_once": most_mixed(kernels.cpu),
         "softmax": kernels.address("softmax"),
-        "weighted": kernels.address(f"weighted_{kv_format}"),
         "norm_kernel": kernels.address("norm"),
         "gate": kernels.address(measures.activation),
         "epsilon": measures.epsilon,
@@ -120,7 +123,7 @@ def tables_of(
     }
     for name, value in values.items():
         decoder[name] = value
-    return Tables(decoder, layers, kernels.matrices)
+    return Tables(decoder, layers, kernels.matrices, kernels.attention)
 
 
 def _linear(linear: Linear) -> tuple[int, ...]:
@@ -179,7 +182,7 @@ def workspace_for(tables: Tables, nodes: int, rows: int, threads: int) -> Worksp
         up=zeros(nodes, mlp),
         added=zeros(nodes, width),
         scores=zeros(threads, MOST_NODES, rows + SLACK),
-        panel=zeros(threads, max(PANEL, 8 * longest) if nodes > MOST_NODES else 8),
+        panel=zeros(threads, max(PANEL, 8 * longest) if nodes > 2 * MOST_NODES else 8),
     )
 
 
