@@ -44,8 +44,9 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from foredraft.backends.base import Query
-from foredraft.backends.partial import LAYERED, fingerprint, without
+from foredraft.backends.base import Backend, Query
+from foredraft.backends.int8 import Int8Linear, quantize
+from foredraft.backends.partial import LAYERED, sublayers, without
 from foredraft.backends.transformers import TransformersBackend, TransformersCache
 from foredraft.engine import Engine
 from foredraft.errors import ForedraftError, InvalidInputError, ModelError, UnsupportedError
@@ -55,11 +56,21 @@ from foredraft.proof.statistics import g_test
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.early_exit import EarlyExit
 from foredraft.proposers.layer_skip import LayerSkip, SkipSet, default_skip_set, expected_speedup
-from foredraft.proposers.self_quant import Int8Linear, SelfQuantized, quantize
+from foredraft.proposers.self_quant import SelfQuantized
 from foredraft.proposers.skip_search import search_skip_set
 from foredraft.sampling import SamplingLaw, probabilities
 from foredraft.types import Draft, SamplingParams
-from tiny import VOCABULARY, CountingBackend, RecordingSource, complete, generate, plain_chain, seeded, tiny_llama
+from tiny import (
+    BACKENDS,
+    VOCABULARY,
+    CountingBackend,
+    RecordingSource,
+    complete,
+    generate,
+    plain_chain,
+    seeded,
+    tiny_llama,
+)
 
 LAYERS = 4
 EXIT = 2
@@ -313,7 +324,7 @@ def test_exits_that_are_not_between_layers_are_refused(backend: TransformersBack
 
 
 def self_drafters(target: TransformersBackend) -> dict[str, Drafter]:
-    model = fingerprint(target.model)
+    model = target.sublayers().fingerprint
     return {
         "early_exit": EarlyExit(target, EXIT),
         "layer_skip": LayerSkip(target, SkipSet(model, attention=(2,), mlp=(3,))),
@@ -381,7 +392,7 @@ def test_models_that_cannot_be_taken_apart_are_refused_by_name(kind: tuple[Any, 
     with pytest.raises(UnsupportedError, match=f"'layer_skip' {says}"):
         LayerSkip(target)
     with pytest.raises(UnsupportedError, match=f"'layer_skip' {says}"):
-        search_skip_set(target.model, [[1, 2, 3]])
+        search_skip_set(target, [[1, 2, 3]])
     completion = generate(Engine(target, SelfQuantized(target)), [1, 2, 3], GREEDY)  # 8 bits fit every type
     assert completion.ids == generate(Engine(target), [1, 2, 3], GREEDY).ids and completion.stats.accepted
 
@@ -442,7 +453,7 @@ def test_default_set_is_every_other_attention_of_the_middle(layers: int, skipped
     drafter = LayerSkip.for_target(target)
     assert (drafter.skips.attention, drafter.skips.mlp) == (skipped, ())
     assert drafter.skips.agreement is None and drafter.skips.speedup == 1 and drafter.draft_tokens == 2
-    assert drafter.skips == default_skip_set(target.model)
+    assert drafter.skips == default_skip_set(target.sublayers())
 
 
 @pytest.mark.parametrize(
@@ -458,7 +469,7 @@ def test_sets_that_do_not_fit_the_model_are_refused(
     backend: TransformersBackend, attention: tuple[int, ...], mlp: tuple[int, ...], says: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=says):
-        LayerSkip(backend, SkipSet(fingerprint(backend.model), attention, mlp))
+        LayerSkip(backend, SkipSet(backend.sublayers().fingerprint, attention, mlp))
 
 
 def test_a_model_of_one_layer_has_no_default_set() -> None:
@@ -469,19 +480,19 @@ def test_a_model_of_one_layer_has_no_default_set() -> None:
 # Search
 
 
-def text(model: Any, seed: int = 0) -> list[int]:
+def text(target: Backend, seed: int = 0) -> list[int]:
     """Eight random tokens and what the model says after them."""
     prompt = random_ids(8, random.Random(seed))
-    return [*prompt, *generate(Engine(TransformersBackend(model)), prompt, replace(SAMPLED, max_tokens=60, seed=1)).ids]
+    return [*prompt, *generate(Engine(target), prompt, replace(SAMPLED, max_tokens=60, seed=1)).ids]
 
 
-@pytest.fixture(scope="module")
-def planted() -> Any:
+@pytest.fixture(scope="module", params=BACKENDS)
+def planted(request: pytest.FixtureRequest) -> Backend:
     """A Llama in which two attentions and one MLP add nothing."""
-    return silenced(tiny_llama(seed=6, layers=LAYERS), (1, 3), (2,))
+    return BACKENDS[request.param](silenced(tiny_llama(seed=6, layers=LAYERS), (1, 3), (2,)))
 
 
-def test_search_finds_the_planted_harmless_sublayers(planted: Any) -> None:
+def test_search_finds_the_planted_harmless_sublayers(planted: Backend) -> None:
     heard: list[str] = []
     texts = [text(planted, seed) for seed in range(3)]
     found = search_skip_set(planted, texts, notify=heard.append)
@@ -493,31 +504,34 @@ def test_search_finds_the_planted_harmless_sublayers(planted: Any) -> None:
     assert heard[-1].endswith(f"expected speedup {found.speedup:.3f}")
 
 
-def test_search_is_a_function_of_its_seed(planted: Any) -> None:
+def test_search_is_a_function_of_its_seed(planted: Backend) -> None:
     once, again = (search_skip_set(planted, [text(planted)], seed=3, steps=30) for _ in range(2))
     assert once == again
 
 
-def test_share_is_that_of_the_weights(planted: Any) -> None:
-    found = search_skip_set(planted, [text(planted)], steps=1)
-    block, head = 2 * 32 * 32 + 2 * 16 * 32, 64 * 32
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_share_is_that_of_the_weights(backend: str) -> None:
+    target = BACKENDS[backend](tiny_llama(seed=6, layers=LAYERS, head_dim=32))  # no backend pads these
+    found = search_skip_set(target, [text(target)], steps=1)
+    block, head = 2 * 32 * 128 + 2 * 32 * 64, 64 * 32
     left_out = block * len(found.attention) + 3 * 32 * 64 * len(found.mlp)
     assert found.share == pytest.approx(1 - left_out / (LAYERS * (block + 3 * 32 * 64) + head))
 
 
-def test_search_keeps_to_its_budget_and_always_leaves_something_out(planted: Any) -> None:
+def test_search_keeps_to_its_budget_and_always_leaves_something_out(planted: Backend) -> None:
     for budget in ({"steps": 1}, {"seconds": 0.0}):
         found = search_skip_set(planted, [text(planted)], **budget)
         assert len(found.attention) + len(found.mlp) == 1 and found.agreement is not None
 
 
-def test_long_texts_are_compared_in_parts(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_compared_in_parts(planted: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.proposers.skip_search._LONGEST_TEXT", 30)
-    assert search_skip_set(planted, [random_ids(61, random.Random(0))], steps=1).tokens == 60  # the last has no company
+    ids = random_ids(61, random.Random(0))  # the last has no company
+    assert search_skip_set(planted, [ids], steps=1).tokens == 60
 
 
 @pytest.mark.parametrize(("texts", "steps"), [([], 5), ([[1]], 5), ([[1, 2, 3]], 0)])
-def test_a_search_without_text_or_steps_is_refused(planted: Any, texts: list[list[int]], steps: int) -> None:
+def test_a_search_without_text_or_steps_is_refused(planted: Backend, texts: list[list[int]], steps: int) -> None:
     with pytest.raises(InvalidInputError, match="it needs one at least of both"):
         search_skip_set(planted, texts, steps=steps)
 
@@ -536,22 +550,23 @@ def test_draft_length_is_the_one_with_the_best_expected_speedup() -> None:
 # Files
 
 
-def test_a_skip_set_survives_the_file(tmp_path: Path, planted: Any) -> None:
+def test_a_skip_set_survives_the_file(tmp_path: Path, planted: Backend) -> None:
     found = search_skip_set(planted, [text(planted)], steps=12)
     file = tmp_path / "new folder" / "skips.json"
     found.write(file)
-    assert SkipSet.read(file, planted) == found
-    target = TransformersBackend(planted)
-    drafter = LayerSkip(target, SkipSet.read(file, planted))
+    assert SkipSet.read(file, planted.sublayers()) == found
+    drafter = LayerSkip(planted, SkipSet.read(file, planted.sublayers()))
     assert drafter.draft_tokens == found.draft_tokens
     assert [p.name for p in file.parent.iterdir()] == ["skips.json"]
 
 
-def test_a_file_for_another_model_is_refused_with_both_fingerprints(tmp_path: Path, planted: Any, settled: Any) -> None:
-    SkipSet(fingerprint(planted), (1,)).write(tmp_path / "skips.json")
-    says = f"made for the model {fingerprint(planted)}, and this one is {fingerprint(settled)}"
+def test_a_file_for_another_model_is_refused_with_both_fingerprints(
+    tmp_path: Path, planted: Backend, settled: Any
+) -> None:
+    SkipSet(planted.sublayers().fingerprint, (1,)).write(tmp_path / "skips.json")
+    says = f"made for the model {planted.sublayers().fingerprint}, and this one is {sublayers(settled).fingerprint}"
     with pytest.raises(ModelError, match=f"{says}.*foredraft tune-skip"):
-        SkipSet.read(tmp_path / "skips.json", settled)
+        SkipSet.read(tmp_path / "skips.json", sublayers(settled))
 
 
 @pytest.mark.parametrize(
@@ -569,34 +584,40 @@ def test_a_file_for_another_model_is_refused_with_both_fingerprints(tmp_path: Pa
         ({"extra": 1}, "damaged"),
     ],
 )
-def test_damaged_files_are_refused(tmp_path: Path, planted: Any, change: dict[str, Any], says: str) -> None:
+def test_damaged_files_are_refused(tmp_path: Path, planted: Backend, change: dict[str, Any], says: str) -> None:
     file = tmp_path / "skips.json"
-    SkipSet(fingerprint(planted), (1,), (2,), 0.9, 0.8, 100).write(file)
+    SkipSet(planted.sublayers().fingerprint, (1,), (2,), 0.9, 0.8, 100).write(file)
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ModelError, match=says) as refused:
-        SkipSet.read(file, planted)
+        SkipSet.read(file, planted.sublayers())
     assert str(file) in str(refused.value) and "foredraft tune-skip" in str(refused.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1]", b"null"])
-def test_what_is_no_skip_set_is_refused(tmp_path: Path, planted: Any, content: bytes) -> None:
+def test_what_is_no_skip_set_is_refused(tmp_path: Path, planted: Backend, content: bytes) -> None:
     (tmp_path / "skips.json").write_bytes(content)
     with pytest.raises(ModelError, match="skip set"):
-        SkipSet.read(tmp_path / "skips.json", planted)
+        SkipSet.read(tmp_path / "skips.json", planted.sublayers())
 
 
-def test_files_that_are_not_there_or_cannot_be_written_are_told(tmp_path: Path, planted: Any) -> None:
+def test_files_that_are_not_there_or_cannot_be_written_are_told(tmp_path: Path, planted: Backend) -> None:
     with pytest.raises(ModelError, match="Cannot read the skip set"):
-        SkipSet.read(tmp_path / "none.json", planted)
+        SkipSet.read(tmp_path / "none.json", planted.sublayers())
     (tmp_path / "file").write_text("")
     with pytest.raises(ForedraftError, match="Cannot write the skip set"):
-        SkipSet(fingerprint(planted), (1,)).write(tmp_path / "file" / "skips.json")
+        SkipSet(planted.sublayers().fingerprint, (1,)).write(tmp_path / "file" / "skips.json")
 
 
-def test_fingerprints_tell_models_apart_whatever_the_dtype() -> None:
+def fingerprint(model: Any, backend: str = "transformers") -> str:
+    return BACKENDS[backend](model).sublayers().fingerprint
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fingerprints_tell_models_apart_whatever_the_dtype(backend: str) -> None:
     models = [tiny_llama(seed=1), tiny_llama(seed=2), tiny_llama(seed=1, layers=3), tiny_llama(seed=1, vocabulary=65)]
-    assert len({fingerprint(model) for model in models}) == 4
-    assert fingerprint(tiny_llama(seed=1)) == fingerprint(models[0]) == fingerprint(tiny_llama(seed=1).bfloat16())
+    assert len({fingerprint(model, backend) for model in models}) == 4
+    same = (models[0], tiny_llama(seed=1), tiny_llama(seed=1).bfloat16())
+    assert len({fingerprint(model, backend) for model in same}) == 1
 
 
 # 8 bits
@@ -630,7 +651,7 @@ def test_the_slow_way_says_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch)
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(16, 64, generator=generator), torch.randn(5, 64, generator=generator)
     fast = Int8Linear(weight, None)
-    monkeypatch.setattr("foredraft.proposers.self_quant._kernel_is_right", lambda *_: False)
+    monkeypatch.setattr("foredraft.backends.int8._kernel_is_right", lambda *_: False)
     assert torch.allclose(fast(x), Int8Linear(weight, None)(x), atol=0.15)
 
 
