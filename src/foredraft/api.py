@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +15,12 @@ import platformdirs
 import torch
 
 from foredraft.backends.base import Backend
-from foredraft.backends.checkpoint import load_checkpoint
+from foredraft.backends.checkpoint import load_checkpoint, pick_device
+from foredraft.backends.native.backend import MOST_THREADS, NativeBackend
+from foredraft.backends.native.reading import read_native, weights_of_model
+from foredraft.backends.native.tensors import WEIGHTS
 from foredraft.backends.transformers import TransformersBackend
+from foredraft.checks import is_integer, require
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Request
@@ -33,6 +39,9 @@ if TYPE_CHECKING:
 
     DrafterLike: TypeAlias = str | Drafter | PreTrainedModel | None
 
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "native", "transformers")
 KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in DRAFTERS.values()), Hybrid.usage))
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -54,6 +63,9 @@ def load(
     rule: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    backend: str = "auto",
+    weights: str = "auto",
+    threads: int | None = None,
     cache: str | Path | None = None,
     notify: Notify = lambda _: None,
 ) -> Model:
@@ -67,7 +79,13 @@ def load(
         draft_tokens: Most tokens a draft may have; `None` takes what suits the drafter.
         rule: Name of the acceptance rule; `None` takes the one that fits each request.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
-        dtype: `auto` (float32 on a CPU, else the checkpoint's own), `float32`, `bfloat16` or `float16`.
+        dtype: Of the transformers backend: `auto` (float32 on a CPU, else the checkpoint's own), `float32`, `bfloat16`
+            or `float16`.
+        backend: `native` (a CPU engine on which verifying a draft costs little more than one token), `transformers`, or
+            `auto`: native on a CPU where it knows the model. A transformers model that was passed in stays one.
+        weights: Of the native backend: `auto` (as they are stored), `f32`, `bf16` or `q8` (8 bits, which changes the
+            model a little).
+        threads: Of the native backend; `None` takes the physical cores.
         cache: Folder for fetched and converted models; `None` takes `cache_folder()`.
         notify: Called with a sentence when something that takes time begins.
 
@@ -76,14 +94,15 @@ def load(
         UnsupportedError: The model or the pair of models cannot be run.
         InvalidInputError: An argument is not one of those above.
     """
-    loader = Loader(cache, device=device, dtype=dtype, notify=notify)
+    engine = EngineChoice(backend, device, dtype, weights, threads)
+    loader = Loader(cache, engine, notify)
     choice = parse_drafter(drafter)  # a wrong name is told before anything is loaded
     if isinstance(model, (str, Path)):
         target, tokenizer, files = loader.model(str(model))
     elif tokenizer is None:
         raise InvalidInputError("A transformers model was given without its tokenizer: pass tokenizer=…")
     else:
-        target, files = TransformersBackend(model, _vocabulary_size(tokenizer)), None
+        target, files = loader.backend_of(model, tokenizer), None
     ready = loader.drafter(choice, target, tokenizer)
     return Model(target, tokenizer, ready, draft_tokens=draft_tokens, rule=rule, files=files)
 
@@ -221,27 +240,85 @@ def _parse_parts(argument: str) -> list[tuple[str, Any]]:
     return found
 
 
+@dataclass(frozen=True)
+class EngineChoice:
+    """Which backend runs the models, and how; `load` documents the values.
+
+    Raises:
+        InvalidInputError: An unknown value, or values that no backend takes together.
+    """
+
+    backend: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    weights: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require("backend", self.backend, self.backend in BACKENDS, f"one of {', '.join(BACKENDS)}")
+        require("weights", self.weights, self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
+        good = self.threads is None or (is_integer(self.threads) and 1 <= self.threads <= MOST_THREADS)
+        require("threads", self.threads, good, f"an integer in [1, {MOST_THREADS}]")
+        reason = self.not_native
+        if reason is not None and (self.weights != "auto" or self.threads is not None or self.backend == "native"):
+            wanted = "weights and threads belong to" if self.backend != "native" else "you asked for"
+            raise InvalidInputError(f"The native backend, which {wanted}, cannot be taken: {reason}.")
+
+    @property
+    def not_native(self) -> str | None:
+        """Why the native backend is out of the question whatever the model; `None` if it is not."""
+        if self.backend == "transformers":
+            return "backend is 'transformers'"
+        if pick_device(self.device).type != "cpu":
+            return "it runs on a CPU, and the device is not one (device='cpu' takes the CPU)"
+        return "dtype belongs to the transformers backend (use weights instead)" if self.dtype != "auto" else None
+
+
 class Loader:
     """Loads targets and draft models alike; `load` documents the arguments."""
 
     def __init__(
         self,
         cache: str | Path | None = None,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
+        engine: EngineChoice | None = None,
         notify: Notify = lambda _: None,
     ) -> None:
         self._cache = Path(cache) if cache is not None else cache_folder()
-        self._device, self._dtype, self._notify = device, dtype, notify
+        self._engine = engine or EngineChoice()
+        self._notify = notify
 
-    def model(self, reference: str) -> tuple[TransformersBackend, PreTrainedTokenizerBase, ModelFiles]:
+    def model(self, reference: str) -> tuple[Backend, PreTrainedTokenizerBase, ModelFiles]:
         """The model that a reference names, its tokenizer, and where it lies."""
         files = resolve(reference, self._cache, self._notify)
-        converted = self._cache / "converted" / file_key(files.path) if files.is_gguf else None
         self._notify(f"Loading {reference}")
-        model, tokenizer = load_checkpoint(files.path, device=self._device, dtype=self._dtype, converted=converted)
+        reason = self._engine.not_native
+        if reason is None:
+            try:
+                return *self._native(files), files
+            except UnsupportedError as error:
+                if self._engine.backend == "native" or self._engine.weights != "auto":
+                    raise
+                reason = str(error)
+        logger.info("Backend transformers for %s: %s", reference, reason)
+        converted = self._cache / "converted" / file_key(files.path) if files.is_gguf else None
+        device, dtype = self._engine.device, self._engine.dtype
+        model, tokenizer = load_checkpoint(files.path, device=device, dtype=dtype, converted=converted)
         return TransformersBackend(model, _vocabulary_size(tokenizer)), tokenizer, files
+
+    def backend_of(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Backend:
+        """A transformers model that is loaded already, on the native backend only where that was asked for."""
+        if self._engine.backend != "native":
+            return TransformersBackend(model, _vocabulary_size(tokenizer))
+        weights = weights_of_model(model, self._engine.weights)
+        return NativeBackend(weights, _vocabulary_size(tokenizer), threads=self._engine.threads)
+
+    def _native(self, files: ModelFiles) -> tuple[NativeBackend, PreTrainedTokenizerBase]:
+        read = read_native(files.path, weights=self._engine.weights, cache=self._cache, notify=self._notify)
+        backend = NativeBackend(read.weights, _vocabulary_size(read.tokenizer), threads=self._engine.threads)
+        threads = f"{backend.team.threads} thread{'s' if backend.team.threads > 1 else ''}"
+        megabytes = read.weights.bytes_per_token / 1e6
+        logger.info("Backend native for %s: %s, %.0f MB of weights a forward", files.reference, threads, megabytes)
+        return backend, read.tokenizer
 
     def drafter(
         self, choice: tuple[str, Any] | None, target: Backend, tokenizer: PreTrainedTokenizerBase | None
@@ -260,7 +337,7 @@ class Loader:
         translation = None
         if isinstance(argument, str):
             draft, draft_tokenizer, _ = self.model(argument)
-            rows = draft.model.get_input_embeddings().num_embeddings
+            rows = draft.embedding_rows
             sizes = target.vocab_size, draft.vocab_size
             assert tokenizer is not None
             translation = translation_between(tokenizer, draft_tokenizer, sizes, rows)

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from foredraft.api import Loader, parse_drafter
+from foredraft.api import EngineChoice, Loader, parse_drafter
 from foredraft.backends.transformers import TransformersBackend, TransformersCache
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
@@ -99,7 +99,8 @@ def custom_generate(
 
     def drafter_for(model: PreTrainedModel, backend: TransformersBackend) -> Drafter | None:
         if not prepared or prepared[0][0] is not model:
-            loader = Loader(device=str(model.device), dtype=str(model.dtype).removeprefix("torch."))
+            dtype = str(model.dtype).removeprefix("torch.")
+            loader = Loader(engine=EngineChoice("transformers", str(model.device), dtype))
             prepared[:] = [(model, loader.drafter(choice, backend, tokenizer))]
         return prepared[0][1]
 

@@ -52,6 +52,8 @@ class Backend(ABC):
     name: str
     vocab_size: int
     """Rows of logits that have a token (padding of the embedding is cut off)."""
+    embedding_rows: int
+    """Ids that the model takes, padding included."""
     context: int | None
     """Most tokens a sequence may have, if the model has such a limit."""
     stop_tokens: frozenset[int]

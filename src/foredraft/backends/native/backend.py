@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from foredraft.backends.native.tables import (
     NODE,
     SEQUENCE,
     Batch,
+    Table,
     Workspace,
     padded,
     tables_of,
@@ -28,10 +29,11 @@ from foredraft.errors import InvalidInputError
 from foredraft.tree import depths
 from foredraft.types import Draft
 
+MOST_THREADS = 1024
 _FIRST_ROWS = 256  # of a cache; it doubles when it is full
 _PREFILL_CHUNK = 256  # tokens
-KV = NDArray[np.generic]
-_KV_TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(np.uint16)}
+KV = NDArray[Any]  # float32, or bfloat16 as its 16 bits
+_KV_TYPES: dict[str, Any] = {"f32": np.float32, "bf16": np.uint16}
 
 
 class Early(NamedTuple):
@@ -63,7 +65,7 @@ class NativeCache(KVCache):
     @property
     def capacity(self) -> int:
         """Rows there is room for."""
-        return self.values.shape[2]
+        return int(self.values.shape[2])
 
     def reserve(self, rows: int) -> None:
         """Make room for so many rows in all."""
@@ -149,14 +151,15 @@ class NativeBackend(Backend):
         without_attention: Collection[int] = (),
         without_mlp: Collection[int] = (),
     ) -> None:
-        if threads is not None and not 1 <= threads <= 1024:
-            raise InvalidInputError(f"threads is {threads}, but must be in [1, 1024].")
+        if threads is not None and not 1 <= threads <= MOST_THREADS:
+            raise InvalidInputError(f"threads is {threads}, but must be in [1, {MOST_THREADS}].")
         if kv_format not in _KV_TYPES:
             raise InvalidInputError(f"The KV format is '{kv_format}', but must be one of {', '.join(_KV_TYPES)}.")
         measures = weights.measures
         self.weights = weights
         self.kv_format = kv_format
         self.vocab_size = min(vocab_size or measures.vocabulary, measures.vocabulary)
+        self.embedding_rows = weights.embedding.rows
         self.context = measures.context
         self.stop_tokens = weights.stop_tokens
         self.team = Team(threads or physical_cores())
@@ -198,7 +201,7 @@ class NativeBackend(Backend):
         for part in parts:
             part.cache.early = None
         found = torch.from_numpy(logits)[:, : self.vocab_size]
-        return list(found.split([1 + len(query.draft.tokens) for query in queries]))
+        return list(torch.split(found, [1 + len(query.draft.tokens) for query in queries]))
 
     def commit(self, cache: KVCache, path: Sequence[int]) -> None:
         """Keep the root and the nodes of the path, moved together where siblings lay between them."""
@@ -261,7 +264,8 @@ class NativeBackend(Backend):
 
     def _batch(self, parts: Sequence[Part]) -> Batch:
         sequences = np.zeros(len(parts), dtype=SEQUENCE)
-        tables, seen = [], []
+        tables: list[Table] = []
+        seen: list[NDArray[np.int64]] = []
         for index, (query, known, cache) in enumerate(parts):
             base, count = cache.committed, 1 + len(query.draft.tokens)
             cache.reserve(base + count)
@@ -270,7 +274,7 @@ class NativeBackend(Backend):
             nodes["token"], nodes["sequence"] = (query.root, *query.draft.tokens), index
             nodes["row"], nodes["position"], nodes["ancestors"] = np.arange(count) + base, depth + base, depth + 1
             nodes["straight"] = np.cumprod(rows == np.arange(rows.shape[1]), axis=1).sum(axis=1).clip(max=depth + 1)
-            first = sum(map(len, tables))
+            first = sum(len(table) for table in tables)
             tables.append(nodes[known:])
             seen.append(rows[known:] + base)
             where = cache.keys.ctypes.data, cache.values.ctypes.data, cache.capacity

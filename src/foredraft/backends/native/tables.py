@@ -56,9 +56,7 @@ DECODER = np.dtype(
 NODE = np.dtype([(name, np.int64) for name in ("token", "sequence", "row", "position", "ancestors", "straight")])
 """`row` is its own in the cache; `ancestors` counts the uncommitted rows that it sees, itself among them; `straight` is
 how many of the first of these follow one another behind the committed rows, as those of a chain do."""
-SEQUENCE = np.dtype(
-    [(name, np.int64) for name in ("first", "last", "committed", "rows", "keys", "values", "capacity")]
-)
+SEQUENCE = np.dtype([(name, np.int64) for name in ("first", "last", "committed", "rows", "keys", "values", "capacity")])
 """Its nodes, its committed rows, all rows that its nodes may see, the addresses of its cache and rows of that."""
 
 Table = NDArray[np.void]

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import psutil
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import extending, njit, types
+
+intrinsic: Any = extending.intrinsic
+compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
+"""How every compiled function of the engine is made: without the GIL, kept on disk, additions in the order written."""
 
 _PATIENCE = 4096  # turns of waiting before the thread lets another one have the core
 _YIELD = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.intc())
@@ -72,8 +75,8 @@ def _arrived(typing: Any, address: Any) -> Any:
     return types.int64(types.intp), generate
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def wait(threads: int, arrivals: Any, stage: int) -> int:
+@compiled
+def wait(threads: int, arrivals: Any, stage: int) -> Any:
     """Wait until all threads have ended this stage (they count from 0); returns the number of the next."""
     if threads > 1:
         address = np.intp(arrivals.ctypes.data)
