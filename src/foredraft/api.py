@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     DrafterLike: TypeAlias = str | Drafter | PreTrainedModel | None
 
-KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in DRAFTERS.values()), Hybrid.usage))
+_WITH_HYBRID: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid}
+KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in _WITH_HYBRID.values())))
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """A user's message, token ids as they are, or chat messages with `role` and `content`."""
@@ -55,6 +56,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     cache: str | Path | None = None,
+    memory: str | Path | None = None,
     notify: Notify = lambda _: None,
 ) -> Model:
     """Load a target and what drafts for it.
@@ -69,15 +71,17 @@ def load(
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         dtype: `auto` (float32 on a CPU, else the checkpoint's own), `float32`, `bfloat16` or `float16`.
         cache: Folder for fetched and converted models; `None` takes `cache_folder()`.
+        memory: Folder of what the drafter learned in earlier runs: read if it is there, written by `Model.save_memory`.
         notify: Called with a sentence when something that takes time begins.
 
     Raises:
-        ModelError: A model cannot be found, fetched or read.
-        UnsupportedError: The model or the pair of models cannot be run.
+        ModelError: A model or the memory cannot be found, fetched or read.
+        UnsupportedError: The model or the pair of models cannot be run, or the drafter has no use for a memory.
         InvalidInputError: An argument is not one of those above.
     """
     loader = Loader(cache, device=device, dtype=dtype, notify=notify)
     choice = parse_drafter(drafter)  # a wrong name is told before anything is loaded
+    memory = check_memory(memory, choice) if memory is not None else None
     if isinstance(model, (str, Path)):
         target, tokenizer, files = loader.model(str(model))
     elif tokenizer is None:
@@ -85,7 +89,11 @@ def load(
     else:
         target, files = TransformersBackend(model, _vocabulary_size(tokenizer)), None
     ready = loader.drafter(choice, target, tokenizer)
-    return Model(target, tokenizer, ready, draft_tokens=draft_tokens, rule=rule, files=files)
+    loaded = Model(target, tokenizer, ready, draft_tokens=draft_tokens, rule=rule, files=files, memory=memory)
+    if memory is not None and ready is not None:
+        notify(f"Reading what {ready.name} learned")
+        ready.load(memory)
+    return loaded
 
 
 class Model:
@@ -100,9 +108,11 @@ class Model:
         draft_tokens: int | None = None,
         rule: str | None = None,
         files: ModelFiles | None = None,
+        memory: Path | None = None,
     ) -> None:
         self.backend = backend
         self.files = files
+        self.memory = memory
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.engine = Engine(
@@ -117,6 +127,17 @@ class Model:
     def plain(self) -> Model:
         """The same target without drafting: what every speculative run is compared with."""
         return Model(self.backend, self.tokenizer, None, files=self.files)
+
+    def save_memory(self) -> None:
+        """Write what the drafter has learned into the folder that `load` was given as `memory`.
+
+        Raises:
+            InvalidInputError: It was given none.
+            ModelError: The folder cannot be written; what it held before is still there.
+        """
+        if self.memory is None or self.drafter is None:
+            raise InvalidInputError("This model was loaded without a memory: pass memory=FOLDER to load.")
+        self.drafter.save(self.memory)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool | None = None) -> Completion:
         """The completion of one prompt; see `stream`."""
@@ -208,6 +229,25 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
 def _refuse_argument(name: str, argument: str) -> None:
     if argument:
         raise InvalidInputError(f"Drafter '{name}' takes no argument, but was given '{argument}'.")
+
+
+def check_memory(folder: str | Path, choice: tuple[str, Any] | None) -> Path:
+    """The folder, if what `parse_drafter` chose can keep there what it learns.
+
+    Raises:
+        UnsupportedError: It learns nothing; the message names those that do.
+        InvalidInputError: The path is that of a file.
+    """
+    name, argument = choice or ("none", None)
+    if not (argument.learns if isinstance(argument, Drafter) else name != "none" and _WITH_HYBRID[name].learns):
+        *others, last = (drafter.usage for drafter in _WITH_HYBRID.values() if drafter.learns)
+        raise UnsupportedError(
+            f"Drafter '{name}' learns nothing that a memory could keep. Use {', '.join(others)} or {last}."
+        )
+    folder = Path(folder).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInputError(f"The memory {folder} is a file, but must be a folder, or a name for a new one.")
+    return folder
 
 
 def _parse_parts(argument: str) -> list[tuple[str, Any]]:

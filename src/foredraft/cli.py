@@ -7,7 +7,8 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -129,6 +130,10 @@ def generate(
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     no_chat: NoChatOption = False,
+    memory: Annotated[
+        Path | None,
+        typer.Option(help="Folder of what suffix, recycling or a hybrid learned: read if there, written at the end."),
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding too, check that the text is the same, show both.")
     ] = False,
@@ -160,7 +165,7 @@ def generate(
     with progress() as notify:
         chosen = _parse_rule(rule, lossy_typical)
         options = {"draft_tokens": draft_tokens, "rule": chosen, "device": device, "dtype": dtype}
-        loaded = _load(model, drafter, notify, verbose=verbose, **options)
+        loaded = _load(model, drafter, notify, verbose=verbose, memory=memory, **options)
         if compare:
             notify("Warming up")
             for each in (loaded, loaded.plain()):
@@ -171,18 +176,20 @@ def generate(
         highlight=False,
         soft_wrap=True,
     )
-    completion = loaded.generate(text, params, chat=chat) if as_json else stream(loaded, text, params, chat, out)
-    plain = None
-    if compare:
-        with progress() as notify:
-            notify("Plain decoding, to compare")
-            # The seed that was used, so that sampled runs can be repeated too.
-            plain = loaded.plain().generate(text, completion.settings, chat=chat)
-    if as_json:
-        settings = {"model": model, "drafter": drafter, "chat": not no_chat, **options}
-        typer.echo(json.dumps(_report(completion, plain, settings), ensure_ascii=False))
-    else:
-        show_figures(out, completion, plain)
+    with _memory_saved(loaded):
+        completion = loaded.generate(text, params, chat=chat) if as_json else stream(loaded, text, params, chat, out)
+        plain = None
+        if compare:
+            with progress() as notify:
+                notify("Plain decoding, to compare")
+                # The seed that was used, so that sampled runs can be repeated too.
+                plain = loaded.plain().generate(text, completion.settings, chat=chat)
+        if as_json:
+            kept = {"memory": str(memory) if memory is not None else None}
+            settings = {"model": model, "drafter": drafter, "chat": not no_chat, **kept, **options}
+            typer.echo(json.dumps(_report(completion, plain, settings), ensure_ascii=False))
+        else:
+            show_figures(out, completion, plain)
     if plain is not None and plain.ids != completion.ids and completion.stats.rule in SAME_TEXT:
         raise typer.Exit(1)
 
@@ -351,6 +358,20 @@ def _load(model: str, drafter: str, notify: Notify, *, verbose: bool, **options:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     return load(model, drafter, notify=notify, **options)
+
+
+@contextmanager
+def _memory_saved(model: Model) -> Iterator[None]:
+    """Save what was learned, if there is a memory: last of all, and also when the user has had enough."""
+    enough: BaseException | None = None
+    try:
+        yield
+    except (KeyboardInterrupt, BrokenPipeError) as error:
+        enough = error
+    if model.memory is not None:
+        model.save_memory()
+    if enough is not None:
+        raise enough
 
 
 def _parse_bias(pairs: Sequence[str]) -> dict[int, float]:

@@ -12,9 +12,8 @@ import torch
 
 from foredraft.backends.base import Backend
 from foredraft.checks import is_integer, is_number, require
-from foredraft.errors import ModelError
 from foredraft.proposers.base import Drafter, Proposer
-from foredraft.proposers.files import read_arrays, write_arrays
+from foredraft.proposers.files import damaged, read_arrays, write_arrays
 from foredraft.proposers.suffix_kernels import Limits
 from foredraft.proposers.suffix_tree import SuffixTree
 from foredraft.randomness import RandomSource
@@ -95,6 +94,7 @@ class Suffix(Drafter):
 
     name = usage = "suffix"
     trees = True
+    learns = True
     draft_tokens = 8
     when_nothing_is_accepted = (
         "the answer does not repeat anything from its prompt, from itself or from earlier answers"
@@ -127,13 +127,13 @@ class Suffix(Drafter):
     def load(self, folder: Path) -> None:
         """Read kept answers, as newer than those that are here already."""
         file = folder / "suffix.safetensors"
-        if not file.is_file():
-            return
         arrays = read_arrays(file, self._about())
+        if arrays is None:
+            return
         lengths, tokens = (arrays.get(name, torch.zeros(0)) for name in ("lengths", "tokens"))
         kinds = {lengths.dtype, tokens.dtype} == {torch.int32} and lengths.dim() == tokens.dim() == 1
         if not kinds or (lengths < 0).any() or lengths.sum() != len(tokens) or not self._all_known(tokens):
-            raise ModelError(f"{file} is damaged. Remove it to start anew.")
+            raise damaged(file)
         for start, stop in pairwise(accumulate(lengths.tolist(), initial=0)):
             self.global_tree.add(tokens[start:stop].tolist())
 
