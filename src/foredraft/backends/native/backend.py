@@ -29,7 +29,6 @@ from foredraft.errors import InvalidInputError
 from foredraft.tree import depths
 from foredraft.types import Draft
 
-MOST_THREADS = 1024
 _FIRST_ROWS = 256  # of a cache; it doubles when it is full
 _PREFILL_CHUNK = 256  # tokens
 KV = NDArray[Any]  # float32, or bfloat16 as its 16 bits
@@ -135,7 +134,7 @@ class NativeBackend(Backend):
         without_mlp: Layers whose MLP is left out.
 
     Raises:
-        InvalidInputError: `threads` or `kv_format` is not right.
+        InvalidInputError: `kv_format` is neither.
     """
 
     name = "native"
@@ -151,8 +150,6 @@ class NativeBackend(Backend):
         without_attention: Collection[int] = (),
         without_mlp: Collection[int] = (),
     ) -> None:
-        if threads is not None and not 1 <= threads <= MOST_THREADS:
-            raise InvalidInputError(f"threads is {threads}, but must be in [1, {MOST_THREADS}].")
         if kv_format not in _KV_TYPES:
             raise InvalidInputError(f"The KV format is '{kv_format}', but must be one of {', '.join(_KV_TYPES)}.")
         measures = weights.measures
