@@ -65,7 +65,7 @@ DtypeOption = Annotated[
 ]
 BackendOption = Annotated[
     str,
-    typer.Option(help="auto, native (the fast one, on a CPU) or transformers. -v says which one auto took, and why."),
+    typer.Option(help="auto, native (the fast one, on a CPU) or transformers. -v says what auto took, and why."),
 ]
 WeightsOption = Annotated[
     str, typer.Option(help="For native: auto (as stored), f32, bf16 or q8 (8 bits; changes the model a little).")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,6 +80,11 @@ class Backend(ABC):
     @abstractmethod
     def truncate(self, cache: KVCache, length: int) -> None:
         """Forget committed tokens past the first `length`."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What the engine has around all its rounds, for a backend that needs the machine to itself."""
+        yield
 
     def refuse_early_exit(self, layers: int) -> None:
         """Raise unless `early_logits` works with this many layers.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from foredraft.backends.native.tables import (
     tables_of,
     workspace_for,
 )
-from foredraft.backends.native.team import Team, physical_cores
+from foredraft.backends.native.team import TORCH_THREADS, Team, physical_cores
 from foredraft.backends.native.weights import Floats, Linear, Weights
 from foredraft.errors import InvalidInputError
 from foredraft.tree import depths
@@ -209,6 +210,12 @@ class NativeBackend(Backend):
         """Forget committed tokens past the first `length`."""
         assert isinstance(cache, NativeCache) and cache.early is None
         cache.committed = min(cache.committed, length)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """torch keeps to one thread meanwhile: what it does between forwards is little."""
+        with TORCH_THREADS.one():
+            yield
 
     def refuse_early_exit(self, layers: int) -> None:
         """See `Backend`."""

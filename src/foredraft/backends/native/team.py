@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import psutil
+import torch
 from llvmlite import ir
 from numba import extending, njit, types
 
@@ -25,6 +27,35 @@ def physical_cores() -> int:
     """Cores that this process may use, two threads of one core counted once."""
     allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
     return max(1, min(allowed or 1, psutil.cpu_count(logical=False) or 1))
+
+
+class _TorchThreads:
+    """torch's setting of how many threads it uses, which is one for its whole process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = 1
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Only one, until all who asked for that have left."""
+        with self._lock:
+            if self._users == 0:
+                self._before = torch.get_num_threads()
+                torch.set_num_threads(1)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    torch.set_num_threads(self._before)
+
+
+TORCH_THREADS = _TorchThreads()
+"""Threads of torch that have nothing to do go on looking for work for a while, on the cores that a team needs."""
 
 
 class Team:
