@@ -51,8 +51,11 @@ class Kernels:
 
 
 def rows_at_once(nodes: int, registers: int) -> int:
-    """Rows of the matrix whose products with all nodes fit into the registers, beside what they are made of."""
-    return max(1, min(8, (registers - 6) // nodes))
+    """Rows of the matrix whose products with all nodes fit into the registers, beside what they are made of.
+
+    No more than four: the memory likes one stream better than many.
+    """
+    return max(1, min(4, (registers - 6) // nodes))
 
 
 def most_mixed(cpu: Cpu) -> int:
@@ -171,13 +174,12 @@ def _rows(e: Emitter, name: str, nodes: int, rows: int, row: Any) -> None:
     size = FORMATS[name].block_bytes
     sources = [e.at(matrix, e.build.mul(e.build.add(row, e.integer(i)), row_bytes)) for i in range(rows)]
     inputs = [e.at(x, e.times(x_stride, 4 * node)) for node in range(nodes)]
-    next_rows = e.times(row_bytes, rows)
+    ahead = e.at(sources[0], e.times(row_bytes, 2 * rows))  # where the rows after the next begin
     with e.loop(e.integer(0), blocks, [e.constant(0.0)] * (rows * nodes)) as (block, sums):
         here = [e.at(source, e.times(block, size)) for source in sources]
         weights = [_WEIGHTS[name](e, pointer) for pointer in here]
-        for pointer in here:
-            for line in range(0, size, 64):
-                e.prefetch(e.at(e.at(pointer, next_rows), line))
+        for line in range(0, size * rows, 64):
+            e.prefetch(e.at(ahead, e.build.add(e.times(block, size * rows), e.integer(line))))
         for part in range(BLOCK // e.lanes):
             for node in range(nodes):
                 value = e.load(e.at(e.at(inputs[node], e.times(block, 4 * BLOCK)), 4 * e.lanes * part))
