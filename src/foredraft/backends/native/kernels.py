@@ -7,7 +7,7 @@ many rows, nodes or threads there are: batch-invariant by construction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ _EXPAND = 0  # where a number of nodes stands elsewhere
 
 
 class Kernels:
-    """Compiled kernels for this CPU and some formats.
+    """Compiled kernels for this CPU and some formats. A process compiles each only once.
 
     `matrices` `[formats, 9]` has the addresses of each format's `expand`, then of its `linear` for 1 to 8 nodes;
     `attention` `[2, 9]` those of `scores` and `weighted` over keys and values in `kv_format`.
@@ -32,13 +32,12 @@ class Kernels:
 
     def __init__(self, formats: Iterable[str], kv_format: str = "f32", cpu: Cpu | None = None) -> None:
         self.cpu = cpu or host()
-        names = sorted({"f32", *formats})
-        modules = [*(_format_module(name, self.cpu) for name in names), _others(self.cpu, kv_format)]
-        self._engine = compiled(modules, self.cpu)
+        self._others = _others(self.cpu, kv_format)
         self.matrices: NDArray[np.int64] = np.zeros((len(FORMATS), MOST_NODES + 1), dtype=np.int64)
-        for name in names:
+        for name in sorted({"f32", *formats}):
+            engine = _of_format(self.cpu, name)
             for nodes in range(MOST_NODES + 1):
-                self.matrices[FORMATS[name].code, nodes] = self.address(f"{name}_{nodes}")
+                self.matrices[FORMATS[name].code, nodes] = engine.get_function_address(f"{name}_{nodes}")
         self.attention: NDArray[np.int64] = np.zeros((2, MOST_NODES + 1), dtype=np.int64)
         for nodes in range(1, MOST_NODES + 1):
             self.attention[0, nodes] = self.address(f"scores_{nodes}")
@@ -47,7 +46,7 @@ class Kernels:
 
     def address(self, name: str) -> int:
         """Of a kernel that is not in the tables: `softmax`, `norm`, `silu` or `gelu_tanh`."""
-        return int(self._engine.get_function_address(name))
+        return int(self._others.get_function_address(name))
 
 
 def rows_at_once(nodes: int, registers: int) -> int:
@@ -130,12 +129,13 @@ _WEIGHTS: dict[str, Callable[[Emitter, Any], list[Any]]] = {
 # Matrix kernels
 
 
-def _format_module(name: str, cpu: Cpu) -> ir.Module:
+@cache
+def _of_format(cpu: Cpu, name: str) -> Any:
     module = ir.Module(name)
     _expand(module, cpu, name)
     for nodes in range(1, MOST_NODES + 1):
         _linear(module, cpu, name, nodes)
-    return module
+    return compiled(module, cpu)
 
 
 def _expand(module: ir.Module, cpu: Cpu, name: str) -> None:
@@ -207,7 +207,8 @@ def _store_sums(e: Emitter, sums: Any, start: int, count: int, rows: int, where:
 # The others
 
 
-def _others(cpu: Cpu, kv_format: str) -> ir.Module:
+@cache
+def _others(cpu: Cpu, kv_format: str) -> Any:
     module = ir.Module("others")
     _softmax(module, cpu)
     for nodes in range(1, MOST_NODES + 1):
@@ -217,7 +218,7 @@ def _others(cpu: Cpu, kv_format: str) -> ir.Module:
     for name in ("silu", "gelu_tanh"):
         _gate(module, cpu, name)
     _norm(module, cpu)
-    return module
+    return compiled(module, cpu)
 
 
 def _softmax(module: ir.Module, cpu: Cpu) -> None:

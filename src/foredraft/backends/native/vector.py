@@ -188,13 +188,12 @@ class Emitter:
         return build.fmul(p, build.bitcast(exponent, self.vector))
 
 
-def compiled(modules: Sequence[ir.Module], cpu: Cpu) -> Any:
-    """An execution engine with the functions of all modules. They live as long as it does."""
+def compiled(module: ir.Module, cpu: Cpu) -> Any:
+    """An execution engine with the functions of a module. They live as long as it does."""
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(cpu=cpu.name, features=cpu.features, opt=3, jit=True)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    for module in modules:
-        engine.add_module(_optimised(llvm.parse_assembly(str(module)), machine))
+    engine.add_module(_optimised(llvm.parse_assembly(str(module)), machine))
     engine.finalize_object()
     return engine
 
