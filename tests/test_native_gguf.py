@@ -18,12 +18,12 @@ from gguf import GGUFWriter
 from safetensors.torch import save_file
 
 from decoders import MODELS, ROTATIONS, SHAPE, SIZES, assert_holds, matrices, model_of
-from foredraft.api import cache_folder
 from foredraft.backends.checkpoint import load_checkpoint
 from foredraft.backends.native import kept
 from foredraft.backends.native.gguf_file import GgufFile
 from foredraft.backends.native.reading import read_native, weights_of_model
 from foredraft.errors import ModelError, UnsupportedError
+from foredraft.loading import cache_folder
 from foredraft.models import BUNDLED, fetch_bundled, file_key
 from gguf_files import write_gguf
 

@@ -198,10 +198,13 @@ class Loader:
         from foredraft.backends.native.reading import read_native
 
         read = read_native(files.path, weights=self._engine.weights, cache=self._cache, notify=self._notify)
-        backend = NativeBackend(read.weights, vocabulary_size(read.tokenizer), threads=self._engine.threads)
-        threads = f"{backend.team.threads} thread{'s' if backend.team.threads > 1 else ''}"
+        size, threads = vocabulary_size(read.tokenizer), self._engine.threads
+        backend = NativeBackend(read.weights, size, threads=threads, kernels=self._cache / "kernels")
+        self._notify(f"Preparing {files.reference} (what must be compiled for this machine is kept)")
+        backend.prefill(backend.new_cache(), [0])
+        team = f"{backend.team.threads} thread{'s' if backend.team.threads > 1 else ''}"
         megabytes = read.weights.bytes_per_token / 1e6
-        logger.info("Backend native for %s: %s, %.0f MB of weights a forward", files.reference, threads, megabytes)
+        logger.info("Backend native for %s: %s, %.0f MB of weights a forward", files.reference, team, megabytes)
         return backend, read.tokenizer
 
     def drafter(

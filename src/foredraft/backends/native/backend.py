@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,6 +134,7 @@ class NativeBackend(Backend):
         kv_format: Of keys and values, `f32` or `bf16`.
         without_attention: Layers whose attention is left out (a shallow twin that drafts).
         without_mlp: Layers whose MLP is left out.
+        kernels: Folder in which compiled kernels are kept; `None` compiles them in every process.
 
     Raises:
         InvalidInputError: `kv_format` is neither.
@@ -150,6 +152,7 @@ class NativeBackend(Backend):
         kv_format: str = "f32",
         without_attention: Collection[int] = (),
         without_mlp: Collection[int] = (),
+        kernels: Path | None = None,
     ) -> None:
         if kv_format not in _KV_TYPES:
             raise InvalidInputError(f"The KV format is '{kv_format}', but must be one of {', '.join(_KV_TYPES)}.")
@@ -161,7 +164,7 @@ class NativeBackend(Backend):
         self.context = measures.context
         self.stop_tokens = weights.stop_tokens
         self.team = Team(threads or physical_cores())
-        self._kernels = Kernels(_formats(weights), kv_format)
+        self._kernels = Kernels(_formats(weights), kv_format, folder=kernels)
         self._tables = tables_of(weights, self._kernels, kv_format, without_attention, without_mlp)
         self._work: Workspace | None = None
         self._cos = self._sin = np.zeros((0, len(weights.inverse_frequencies)), dtype=np.float32)
