@@ -204,6 +204,31 @@ class NativeBackend(Backend):
         found = torch.from_numpy(logits)[:, : self.vocab_size]
         return list(torch.split(found, [1 + len(query.draft.tokens) for query in queries]))
 
+    def forward_with_hidden(self, queries: Sequence[Query], layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Logits `[N+1, V]` and hidden states `[len(layers), N+1, hidden]` for each query.
+
+        The hidden states are the residual stream as these layers leave it, the first one being 0: what transformers
+        calls `hidden_states[layer + 1]`, before the final norm.
+
+        Raises:
+            InvalidInputError: The model has no such layer.
+        """
+        measures = self.weights.measures
+        strange = next((layer for layer in layers if not 0 <= layer < measures.layers), None)
+        if strange is not None:
+            raise InvalidInputError(f"Hidden states of layer {strange}, but layers are 0 to {measures.layers - 1}.")
+        taps = self._no_taps.copy()
+        taps[list(layers)] = range(len(layers))
+        count = [1 + len(query.draft.tokens) for query in queries]
+        tapped = np.zeros((len(layers), sum(count), padded(measures.hidden)), dtype=np.float32)
+        parts = [Part(query, 0, _cache(query)) for query in queries]
+        for part in parts:
+            part.cache.early = None
+        logits = torch.from_numpy(self._run(parts, 0, measures.layers, scored=True, taps=taps, tapped=tapped))
+        hidden = torch.from_numpy(tapped)[..., : measures.hidden]
+        rows, states = torch.split(logits[:, : self.vocab_size], count), torch.split(hidden, count, dim=1)
+        return list(zip(rows, states, strict=True))
+
     def commit(self, cache: KVCache, path: Sequence[int]) -> None:
         """Keep the root and the nodes of the path, moved together where siblings lay between them."""
         assert isinstance(cache, NativeCache)
@@ -258,6 +283,8 @@ class NativeBackend(Backend):
         *,
         scored: bool = False,
         given: Floats | None = None,
+        taps: NDArray[np.int64] | None = None,
+        tapped: Floats | None = None,
     ) -> Floats:
         """Run layers on all parts; logits `[n, V]` where they are to be scored, none elsewhere."""
         batch = self._batch(parts)
@@ -265,8 +292,9 @@ class NativeBackend(Backend):
         if given is not None:
             work.x[: len(given)] = given
         logits = np.empty((len(batch.nodes) if scored else 0, self.weights.measures.vocabulary), dtype=np.float32)
-        tapped = np.empty((0, 0, 0), dtype=np.float32)
-        self.team.run(forward, self._tables, batch, work, first, last, self._no_taps, tapped, logits)
+        taps = self._no_taps if taps is None else taps
+        tapped = np.empty((0, 0, 0), dtype=np.float32) if tapped is None else tapped
+        self.team.run(forward, self._tables, batch, work, first, last, taps, tapped, logits)
         return logits
 
     def _batch(self, parts: Sequence[Part]) -> Batch:
