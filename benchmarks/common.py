@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -40,22 +40,35 @@ def arguments(doc: str | None, *, limit: int, max_tokens: int) -> argparse.Argum
     return parser
 
 
-def load_prompts(path: Path | None, limit: int) -> list[str]:
-    """`limit` prompts spread evenly over a file: JSON lines with `turns`, `prompt` or `question`, or plain lines.
+class Question(NamedTuple):
+    """A prompt and what kind of text it asks for, where its file says so."""
 
-    Without a file, prompts written for this script.
+    prompt: str
+    category: str = ""
+
+
+def load_questions(path: Path | None, limit: int) -> list[Question]:
+    """`limit` questions spread evenly over a file: JSON lines with `turns`, `prompt` or `question`, or plain lines.
+
+    JSON lines may have a `category`. Without a file, prompts written for this script.
     """
     if path is None:
-        return list(PROMPTS[:limit])
-    prompts = []
+        return [Question(prompt) for prompt in PROMPTS[:limit]]
+    questions = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("{"):
             record = json.loads(line)
-            prompts.append(record["turns"][0] if "turns" in record else record.get("prompt") or record["question"])
+            prompt = record["turns"][0] if "turns" in record else record.get("prompt") or record["question"]
+            questions.append(Question(prompt, record.get("category", "")))
         elif line.strip():
-            prompts.append(line)
-    step = max(1, len(prompts) // limit)
-    return prompts[::step][:limit]
+            questions.append(Question(line))
+    step = max(1, len(questions) // limit)
+    return questions[::step][:limit]
+
+
+def load_prompts(path: Path | None, limit: int) -> list[str]:
+    """The prompts of `load_questions`."""
+    return [question.prompt for question in load_questions(path, limit)]
 
 
 def truncated(model: Any, layers: int) -> Any:

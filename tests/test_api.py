@@ -17,8 +17,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import foredraft
 from foredraft import api, models
-from foredraft.api import Model, cache_folder, parse_drafter
+from foredraft.api import Model
 from foredraft.errors import InvalidInputError, ModelError, UnsupportedError
+from foredraft.loading import cache_folder, parse_drafter
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.ngram import NGram
 from foredraft.types import FinishEvent, RoundEvent, SamplingParams, TokenEvent

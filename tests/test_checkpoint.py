@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,57 +20,10 @@ from foredraft import api
 from foredraft.backends import checkpoint
 from foredraft.backends.checkpoint import load_checkpoint, memory_budget, pick_device, pick_dtype
 from foredraft.errors import InvalidInputError, ModelError
+from gguf_files import write_gguf
 from tiny import plain_chain, tiny_llama
 
 IDS = list(range(3, 40))
-
-
-def write_gguf(file: Path, model: Any, tokenizer: Any) -> None:
-    """A Llama and its byte-level BPE tokenizer as llama.cpp's converter writes them."""
-    config = model.config
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer, tokenizer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        weights = tensor.numpy()
-        if "q_proj" in name:
-            weights = _interleaved(weights, config.num_attention_heads)
-        if "k_proj" in name:
-            weights = _interleaved(weights, config.num_key_value_heads)
-        writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight",))), np.ascontiguousarray(weights))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _add_tokenizer(writer: Any, tokenizer: Any) -> None:
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
-    special = set(tokenizer.all_special_tokens)
-    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([control if token in special else normal for token in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_pad_token_id(tokenizer.pad_token_id)
-    writer.add_chat_template(tokenizer.chat_template)
-
-
-def _interleaved(weights: Any, heads: int) -> Any:
-    """The row order of rotary weights in GGUF files: the two halves of each head in turn."""
-    return weights.reshape(heads, 2, -1, weights.shape[1]).swapaxes(1, 2).reshape(weights.shape)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
 import foredraft
 from foredraft import api, models
 from foredraft.acceptance import RULES
-from foredraft.api import KNOWN_DRAFTERS
 from foredraft.cli import main
+from foredraft.loading import KNOWN_DRAFTERS
 from foredraft.proof.controls import CONTROLS
 from foredraft.types import Completion, FinishEvent, SamplingParams, TokenEvent
 from tiny import perturbed
@@ -121,6 +122,8 @@ def test_an_answer_in_a_file_is_exactly_the_text(generate: Run, answer: Completi
     completion = dataclasses.replace(answer, text=text)
 
     class Speaks:
+        memory = None
+
         def stream(self, *_: Any, **__: Any) -> Iterator[Any]:
             yield from (TokenEvent(0, "bonus", character) for character in text[:-1])
             yield FinishEvent(text[-1], completion)
@@ -384,6 +387,69 @@ def test_compare_that_finds_a_difference_says_where_and_fails(
     assert json.loads(result.out)["compare"]["identical"] is False
 
 
+# --memory
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "recycling", "hybrid:suffix+recycling"])
+def test_a_second_run_goes_on_from_the_memory(drafter: str, generate: Run, answer: Completion, tmp_path: Path) -> None:
+    options = ("--drafter", drafter, "--memory", tmp_path / "memory", "--json")
+    first, second = (json.loads(generate(*options).out) for _ in range(2))
+    assert first["ids"] == second["ids"] == list(answer.ids)
+    assert second["stats"]["target_forwards"] < first["stats"]["target_forwards"]
+    assert second["settings"]["memory"] == str(tmp_path / "memory")
+    assert json.loads(generate("--json").out)["settings"]["memory"] is None
+
+
+def test_a_memory_for_who_learns_nothing_is_refused(generate: Run, tmp_path: Path) -> None:
+    message = "Error: Drafter 'ngram' learns nothing that a memory could keep. Use suffix, recycling or hybrid:A+B."
+    refused(generate("--memory", tmp_path), message)
+
+
+def test_a_damaged_memory_is_refused_before_anything_is_generated(generate: Run, tmp_path: Path) -> None:
+    file = tmp_path / "memory" / "suffix.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(b"not a memory")
+    options = ("--memory", file.parent, "--drafter", "hybrid:recycling+suffix")
+    refused(generate(*options), f"Error: Cannot read {file} (")
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+def test_a_full_disk_is_told_after_the_answer(
+    json_too: bool, generate: Run, answer: Completion, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("foredraft.proposers.files.save_file", fail)
+    result = generate("--memory", tmp_path / "memory", "--drafter", "suffix", *["--json"] * json_too)
+    assert result.status == 2
+    assert (json.loads(result.out)["text"] if json_too else result.out[:-1]) == answer.text
+    shown = " ".join(result.err.split())
+    assert "Error: Cannot keep what was learned in" in shown and "No space left on device" in shown
+    assert "Traceback" not in result.err
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BrokenPipeError(32, "Broken pipe")])
+def test_who_stops_an_answer_keeps_what_was_learned(
+    error: BaseException, generate: Run, tmp_path: Path, monkeypatch: Any
+) -> None:
+    shown: list[str] = []
+
+    def show(_: Any, text: str, style: str = "") -> None:
+        shown.append(text)
+        if len(shown) == 5:
+            raise error
+
+    monkeypatch.setattr("foredraft.terminal._show", show)
+    monkeypatch.setattr(sys.stderr, "close", lambda: None)
+    result = generate("--memory", tmp_path / "memory", "--drafter", "recycling")
+    assert result.status not in (0, 2) and "Traceback" not in result.err
+    table = load_file(tmp_path / "memory" / "recycling.safetensors")["candidates"]
+    assert 0 < (table[:, 0] >= 0).sum() <= 5
+
+
 # --color
 
 
@@ -614,7 +680,17 @@ def test_help_reads_well(run: Run) -> None:
     for option in ("--rule", "--lossy-typical", "--logprobs", "--logit-bias", "--bad-word", "--min-tokens"):
         assert option in text
     assert "--break" in without_colour(run("verify", "--help").out)
-    for option in ("--max-tokens", "--stop", "--no-chat", "--compare", "--json", "--device", "--dtype", "--color"):
+    for option in (
+        "--max-tokens",
+        "--stop",
+        "--no-chat",
+        "--memory",
+        "--compare",
+        "--json",
+        "--device",
+        "--dtype",
+        "--color",
+    ):
         assert option in text
     assert "pull" in run("models", "--help").out
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.api import parse_drafter
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError
+from foredraft.loading import parse_drafter
+from foredraft.proposers.base import Proposer
 from foredraft.proposers.hybrid import Calibration, Hybrid, merge
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
+from foredraft.randomness import RandomSource
+from foredraft.sampling import Law
 from foredraft.tree import paths
 from foredraft.types import Draft, SamplingParams
-from tiny import DRAFTER_MAKERS, VOCABULARY, Oracle, generate
+from tiny import DRAFTER_MAKERS, VOCABULARY, CountingBackend, Oracle, generate
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 
@@ -46,6 +53,33 @@ def test_calibration_moves_from_the_raw_score_to_what_happened() -> None:
         calibration.note("a", 0.5, accepted=False)
     assert calibration("a", 0.5) < 0.05
     assert calibration("b", 0.5) == pytest.approx(0.5)
+
+
+class EveryThirdRound(Oracle):
+    """Drafts like an oracle in the first round of three, and nothing in the others."""
+
+    def proposer(self, law: Law, source: RandomSource) -> Proposer:
+        inner, rounds = super().proposer(law, source), count()
+
+        class Sometimes(Proposer):
+            def propose(self, tokens: Sequence[int], budget: int) -> Draft:
+                return Draft() if next(rounds) % 3 else inner.propose(tokens, budget)
+
+        return Sometimes()
+
+
+def test_rounds_in_which_a_part_drafts_nothing_do_not_count_for_it(target: TransformersBackend) -> None:
+    """Not even as a repetition of the round before: the tries of each are the nodes of its own that were verified."""
+    params = SamplingParams(max_tokens=40)
+    known = generate(Engine(target), PROMPT, params).ids
+    often, backend = EveryThirdRound(PROMPT, [*known[:12], *PROMPT * 4]), CountingBackend(target)
+    hybrid = Hybrid([often, NGram()])
+    generate(Engine(backend, hybrid, draft_tokens=3), PROMPT, params)
+    verified = Counter(who for draft in backend.drafts for who in draft.proposers)
+    tries = {who: float(counts[1].sum()) for who, counts in hybrid.calibration.arrays().items()}
+    assert tries == verified and "oracle" in verified
+    assert [] in [list(draft.proposers) for draft in backend.drafts]  # there were rounds without any node
+    assert {"ngram"} in [set(draft.proposers) for draft in backend.drafts]  # and rounds with the other part's alone
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 16])

@@ -189,7 +189,7 @@ def drawn(few_tokens: Any, drafter: str, backend: str, rule: str) -> Counter[tup
     return Counter(completion.ids for completion in complete(engine, *requests))
 
 
-# To save time, on transformers one drafter of each kind of draw is drawn by every rule, the others by their default one.
+# To save time, on transformers one drafter of each kind of draw is drawn by every rule, others by their default one.
 # Rules and engine are the same on every backend, and equality is tested in all rows: elsewhere a few drafters will do.
 BY_EVERY_RULE = ("ngram", "draft")
 ON_OTHER_BACKENDS = ("ngram", "draft", "recycling")

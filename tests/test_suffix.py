@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -506,3 +508,9 @@ def test_compiled_code_that_cannot_be_kept_runs_all_the_same(monkeypatch: pytest
 
     monkeypatch.setattr("numba.core.caching.FunctionCache.save_overload", fail)
     assert entry(triple)(14) == 42
+
+
+def test_numba_is_loaded_for_those_alone_who_draft_by_suffixes() -> None:
+    code = "import sys, foredraft.api; assert 'numba' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

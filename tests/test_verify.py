@@ -239,10 +239,10 @@ def test_a_lossy_rule_fails(tiny_folder: Path, near: Any) -> None:
     assert not any(row.passed for row in result.enumerated if row.rule == "lossy-typical")
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft", "early_exit:1"])
 @pytest.mark.parametrize("control", CONTROLS)
 def test_every_control_fails(tiny_folder: Path, near: Any, control: str, drafter: str) -> None:
-    model = foredraft.load(tiny_folder, near if drafter == "draft" else "ngram")
+    model = foredraft.load(tiny_folder, near if drafter == "draft" else drafter)
     result = verify(model, control=control, **FEW)  # type: ignore[arg-type]
     assert not result.passed and result.control == control
     if CONTROLS[control].breaks_the_cache:

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Iterator, Sequence
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-import torch
-
 from foredraft.backends.base import Backend
-from foredraft.backends.checkpoint import load_checkpoint
-from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
-from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.errors import InvalidInputError
 from foredraft.generation import Request
-from foredraft.models import ModelFiles, Notify, file_key, resolve
-from foredraft.proposers import DRAFTERS
+from foredraft.loading import EngineChoice, Loader, check_memory, parse_drafter, stop_tokens
+from foredraft.models import ModelFiles, Notify
 from foredraft.proposers.base import Drafter
-from foredraft.proposers.draft_model import DraftModel
-from foredraft.proposers.hybrid import Hybrid
-from foredraft.proposers.translation import translation_between
 from foredraft.types import Completion, Event, FinishEvent, SamplingParams
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    DrafterLike: TypeAlias = str | Drafter | PreTrainedModel | None
-
-KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in DRAFTERS.values()), Hybrid.usage))
+    from foredraft.loading import DrafterLike
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """A user's message, token ids as they are, or chat messages with `role` and `content`."""
-
-
-def cache_folder() -> Path:
-    """Where fetched and converted models lie: `FOREDRAFT_CACHE`, else the platform's cache folder."""
-    override = os.environ.get("FOREDRAFT_CACHE")
-    return Path(override).expanduser() if override else platformdirs.user_cache_path("foredraft", appauthor=False)
 
 
 def load(
@@ -54,7 +34,11 @@ def load(
     rule: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    backend: str = "auto",
+    weights: str = "auto",
+    threads: int | None = None,
     cache: str | Path | None = None,
+    memory: str | Path | None = None,
     notify: Notify = lambda _: None,
 ) -> Model:
     """Load a target and what drafts for it.
@@ -67,25 +51,38 @@ def load(
         draft_tokens: Most tokens a draft may have; `None` takes what suits the drafter.
         rule: Name of the acceptance rule; `None` takes the one that fits each request.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
-        dtype: `auto` (float32 on a CPU, else the checkpoint's own), `float32`, `bfloat16` or `float16`.
+        dtype: Of the transformers backend: `auto` (float32 on a CPU, else the checkpoint's own), `float32`, `bfloat16`
+            or `float16`.
+        backend: `native` (a CPU engine on which verifying a draft costs little more than one token), `transformers`, or
+            `auto`: native on a CPU where it knows the model. A transformers model that was passed in stays one.
+        weights: Of the native backend: `auto` (as they are stored), `f32`, `bf16` or `q8` (8 bits, which changes the
+            model a little).
+        threads: Of the native backend; `None` takes the physical cores.
         cache: Folder for fetched and converted models; `None` takes `cache_folder()`.
+        memory: Folder of what the drafter learned in earlier runs: read if it is there, written by `Model.save_memory`.
         notify: Called with a sentence when something that takes time begins.
 
     Raises:
-        ModelError: A model cannot be found, fetched or read.
-        UnsupportedError: The model or the pair of models cannot be run.
+        ModelError: A model or the memory cannot be found, fetched or read.
+        UnsupportedError: The model or the pair of models cannot be run, or the drafter has no use for a memory.
         InvalidInputError: An argument is not one of those above.
     """
-    loader = Loader(cache, device=device, dtype=dtype, notify=notify)
+    engine = EngineChoice(backend, device, dtype, weights, threads)
+    loader = Loader(cache, engine, notify)
     choice = parse_drafter(drafter)  # a wrong name is told before anything is loaded
+    memory = check_memory(memory, choice) if memory is not None else None
     if isinstance(model, (str, Path)):
         target, tokenizer, files = loader.model(str(model))
     elif tokenizer is None:
         raise InvalidInputError("A transformers model was given without its tokenizer: pass tokenizer=…")
     else:
-        target, files = TransformersBackend(model, _vocabulary_size(tokenizer)), None
+        target, files = loader.backend_of(model, tokenizer), None
     ready = loader.drafter(choice, target, tokenizer)
-    return Model(target, tokenizer, ready, draft_tokens=draft_tokens, rule=rule, files=files)
+    loaded = Model(target, tokenizer, ready, draft_tokens=draft_tokens, rule=rule, files=files, memory=memory)
+    if memory is not None and ready is not None:
+        notify(f"Reading what {ready.name} learned")
+        ready.load(memory)
+    return loaded
 
 
 class Model:
@@ -100,16 +97,18 @@ class Model:
         draft_tokens: int | None = None,
         rule: str | None = None,
         files: ModelFiles | None = None,
+        memory: Path | None = None,
     ) -> None:
         self.backend = backend
         self.files = files
+        self.memory = memory
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.engine = Engine(
             backend,
             drafter,
             tokenizer=tokenizer,
-            stop_tokens=_stop_tokens(backend, tokenizer),
+            stop_tokens=stop_tokens(backend, tokenizer),
             draft_tokens=draft_tokens,
             rule=rule,
         )
@@ -117,6 +116,17 @@ class Model:
     def plain(self) -> Model:
         """The same target without drafting: what every speculative run is compared with."""
         return Model(self.backend, self.tokenizer, None, files=self.files)
+
+    def save_memory(self) -> None:
+        """Write what the drafter has learned into the folder that `load` was given as `memory`.
+
+        Raises:
+            InvalidInputError: It was given none.
+            ModelError: The folder cannot be written; what it held before is still there.
+        """
+        if self.memory is None or self.drafter is None:
+            raise InvalidInputError("This model was loaded without a memory: pass memory=FOLDER to load.")
+        self.drafter.save(self.memory)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool | None = None) -> Completion:
         """The completion of one prompt; see `stream`."""
@@ -166,120 +176,3 @@ class Model:
             raise InvalidInputError("This model has no chat template: give plain text instead (chat=False, --no-chat).")
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
-
-
-def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
-    """Split `name` or `name:argument`; anything that is loaded already is passed on.
-
-    Returns:
-        `(name, argument)`, or `None` for plain decoding.
-
-    Raises:
-        InvalidInputError: Unknown name (with the nearest known one), or an argument too many or too few.
-    """
-    if drafter is None or drafter == "none":
-        return None
-    if isinstance(drafter, Drafter):
-        return drafter.name, drafter
-    if isinstance(drafter, torch.nn.Module):
-        return DraftModel.name, drafter
-    if not isinstance(drafter, str):
-        kind = type(drafter).__name__
-        raise InvalidInputError(f"A drafter is a name, a transformers model or a Drafter, but this is {kind}.")
-    name, _, argument = drafter.partition(":")
-    if name == "hybrid":
-        return name, _parse_parts(argument)
-    known = ("none", *DRAFTERS)
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise InvalidInputError(f"There is no drafter '{name}'.{hint} Known: {KNOWN_DRAFTERS}.")
-    if name == "none":
-        _refuse_argument(name, argument)
-        return None
-    usage = DRAFTERS[name].usage
-    if usage == name:
-        _refuse_argument(name, argument)
-    elif "[" not in usage and not argument:
-        raise InvalidInputError(f"Drafter '{name}' needs more: draft:REF with a model, early_exit:L with a number.")
-    return name, argument
-
-
-def _refuse_argument(name: str, argument: str) -> None:
-    if argument:
-        raise InvalidInputError(f"Drafter '{name}' takes no argument, but was given '{argument}'.")
-
-
-def _parse_parts(argument: str) -> list[tuple[str, Any]]:
-    parts = [parse_drafter(part) for part in argument.split("+")]
-    found = [part for part in parts if part is not None and part[0] != "hybrid"]
-    names = [name for name, _ in found]
-    if len(found) < max(2, len(parts)) or len(set(names)) < len(names):
-        raise InvalidInputError(
-            f"Drafter 'hybrid:{argument}' must join two or more different drafters, such as hybrid:ngram+recycling."
-        )
-    return found
-
-
-class Loader:
-    """Loads targets and draft models alike; `load` documents the arguments."""
-
-    def __init__(
-        self,
-        cache: str | Path | None = None,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        notify: Notify = lambda _: None,
-    ) -> None:
-        self._cache = Path(cache) if cache is not None else cache_folder()
-        self._device, self._dtype, self._notify = device, dtype, notify
-
-    def model(self, reference: str) -> tuple[TransformersBackend, PreTrainedTokenizerBase, ModelFiles]:
-        """The model that a reference names, its tokenizer, and where it lies."""
-        files = resolve(reference, self._cache, self._notify)
-        converted = self._cache / "converted" / file_key(files.path) if files.is_gguf else None
-        self._notify(f"Loading {reference}")
-        model, tokenizer = load_checkpoint(files.path, device=self._device, dtype=self._dtype, converted=converted)
-        return TransformersBackend(model, _vocabulary_size(tokenizer)), tokenizer, files
-
-    def drafter(
-        self, choice: tuple[str, Any] | None, target: Backend, tokenizer: PreTrainedTokenizerBase | None
-    ) -> Drafter | None:
-        """What `parse_drafter` chose, ready to draft for `target`; a draft model is loaded and compared with it."""
-        if choice is None:
-            return None
-        name, argument = choice
-        if isinstance(argument, Drafter):
-            return argument
-        if name == "hybrid":
-            parts = [self.drafter(part, target, tokenizer) for part in argument]
-            return Hybrid([part for part in parts if part is not None])
-        if name != DraftModel.name:
-            return DRAFTERS[name].for_target(target, argument)
-        translation = None
-        if isinstance(argument, str):
-            draft, draft_tokenizer, _ = self.model(argument)
-            rows = draft.model.get_input_embeddings().num_embeddings
-            sizes = target.vocab_size, draft.vocab_size
-            assert tokenizer is not None
-            translation = translation_between(tokenizer, draft_tokenizer, sizes, rows)
-        else:
-            draft = TransformersBackend(argument)
-            if draft.vocab_size < target.vocab_size:
-                raise UnsupportedError(
-                    f"The draft model has {draft.vocab_size} token ids and the target {target.vocab_size}: "
-                    "use a draft model with the target's vocabulary."
-                )
-        return DraftModel(draft, target.vocab_size, _stop_tokens(target, tokenizer), translation)
-
-
-def _stop_tokens(backend: Backend, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """The ids that end an answer: the tokenizer's own and those of the model's generation settings."""
-    own: Any = tokenizer.eos_token_id if tokenizer is not None else None
-    return backend.stop_tokens | ({int(own)} if own is not None else set())
-
-
-def _vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id that has a token."""
-    return max(tokenizer.get_vocab().values()) + 1

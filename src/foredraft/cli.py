@@ -7,7 +7,8 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -59,7 +60,17 @@ RuleOption = Annotated[
 ]
 NoChatOption = Annotated[bool, typer.Option("--no-chat", help="Continue the prompt as it is, without chat template.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-DtypeOption = Annotated[str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16 or float16.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="For transformers: auto (float32 on a CPU), float32, bfloat16 or float16.")
+]
+BackendOption = Annotated[
+    str,
+    typer.Option(help="auto, native (the fast one, on a CPU) or transformers. -v says what auto took, and why."),
+]
+WeightsOption = Annotated[
+    str, typer.Option(help="For native: auto (as stored), f32, bf16 or q8 (8 bits; changes the model a little).")
+]
+ThreadsOption = Annotated[int | None, typer.Option(help="For native; the default is the number of physical cores.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")]
 
 
@@ -129,10 +140,17 @@ def generate(
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     no_chat: NoChatOption = False,
+    memory: Annotated[
+        Path | None,
+        typer.Option(help="Folder of what suffix, recycling or a hybrid learned: read if there, written at the end."),
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding too, check that the text is the same, show both.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    backend: BackendOption = "auto",
+    weights: WeightsOption = "auto",
+    threads: ThreadsOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     color: Annotated[Literal["auto", "always", "never"], typer.Option(help="Colour the tokens by origin.")] = "auto",
@@ -159,8 +177,8 @@ def generate(
     chat = False if no_chat else None
     with progress() as notify:
         chosen = _parse_rule(rule, lossy_typical)
-        options = {"draft_tokens": draft_tokens, "rule": chosen, "device": device, "dtype": dtype}
-        loaded = _load(model, drafter, notify, verbose=verbose, **options)
+        options = {"draft_tokens": draft_tokens, "rule": chosen, **_engine(backend, weights, threads, device, dtype)}
+        loaded = _load(model, drafter, notify, verbose=verbose, memory=memory, **options)
         if compare:
             notify("Warming up")
             for each in (loaded, loaded.plain()):
@@ -171,18 +189,20 @@ def generate(
         highlight=False,
         soft_wrap=True,
     )
-    completion = loaded.generate(text, params, chat=chat) if as_json else stream(loaded, text, params, chat, out)
-    plain = None
-    if compare:
-        with progress() as notify:
-            notify("Plain decoding, to compare")
-            # The seed that was used, so that sampled runs can be repeated too.
-            plain = loaded.plain().generate(text, completion.settings, chat=chat)
-    if as_json:
-        settings = {"model": model, "drafter": drafter, "chat": not no_chat, **options}
-        typer.echo(json.dumps(_report(completion, plain, settings), ensure_ascii=False))
-    else:
-        show_figures(out, completion, plain)
+    with _memory_saved(loaded):
+        completion = loaded.generate(text, params, chat=chat) if as_json else stream(loaded, text, params, chat, out)
+        plain = None
+        if compare:
+            with progress() as notify:
+                notify("Plain decoding, to compare")
+                # The seed that was used, so that sampled runs can be repeated too.
+                plain = loaded.plain().generate(text, completion.settings, chat=chat)
+        if as_json:
+            kept = {"memory": str(memory) if memory is not None else None}
+            settings = {"model": model, "drafter": drafter, "chat": not no_chat, **kept, **options}
+            typer.echo(json.dumps(_report(completion, plain, settings), ensure_ascii=False))
+        else:
+            show_figures(out, completion, plain)
     if plain is not None and plain.ids != completion.ids and completion.stats.rule in SAME_TEXT:
         raise typer.Exit(1)
 
@@ -200,6 +220,9 @@ def verify(
     control: Annotated[
         str | None, typer.Option("--break", help="Make a known mistake; the proof must then fail. 'list' shows them.")
     ] = None,
+    backend: BackendOption = "auto",
+    weights: WeightsOption = "auto",
+    threads: ThreadsOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     verbose: VerboseOption = False,
@@ -219,7 +242,7 @@ def verify(
         return
     texts = list(PROMPTS) if prompts is None else _read_lines(prompts)
     with progress() as notify:
-        options = {"draft_tokens": draft_tokens, "rule": rule, "device": device, "dtype": dtype}
+        options = {"draft_tokens": draft_tokens, "rule": rule, **_engine(backend, weights, threads, device, dtype)}
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         result = run(loaded, prompts=texts, max_tokens=max_tokens, samples=samples, control=control, notify=notify)
     console = Console(highlight=False)
@@ -243,6 +266,9 @@ def trace(
     rule: RuleOption = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the random source.")] = None,
     no_chat: NoChatOption = False,
+    backend: BackendOption = "auto",
+    weights: WeightsOption = "auto",
+    threads: ThreadsOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     verbose: VerboseOption = False,
@@ -253,7 +279,8 @@ def trace(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _read_prompt(prompt)
-    options = {"draft_tokens": draft_tokens, "rule": _parse_rule(rule, False), "device": device, "dtype": dtype}
+    chosen = _parse_rule(rule, False)
+    options = {"draft_tokens": draft_tokens, "rule": chosen, **_engine(backend, weights, threads, device, dtype)}
     with whole_file(out) as write, progress() as notify:
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         notify("Generating")
@@ -273,13 +300,17 @@ def tune_skip(
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
     steps: Annotated[int, typer.Option(help="Most sets to try.")] = 200,
     seconds: Annotated[float, typer.Option(help="Most time to search.")] = 300.0,
+    backend: BackendOption = "auto",
+    weights: WeightsOption = "auto",
+    threads: ThreadsOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
     """Search which sublayers drafts can leave out, on your own text; for --drafter layer_skip:FILE."""
     prompts = _read_lines(texts)
     with progress() as notify:
-        loaded = _load(model, "suffix", notify, verbose=False, device=device, dtype=dtype)
+        options = _engine(backend, weights, threads, device, dtype)
+        loaded = _load(model, "suffix", notify, verbose=False, **options)
         from foredraft.proposers.skip_search import search_skip_set
 
         notify("Answering the prompts")
@@ -302,7 +333,7 @@ def list_models(context: typer.Context) -> None:
     """List the bundled models, or fetch one with `pull`."""
     if context.invoked_subcommand is not None:
         return
-    from foredraft.api import cache_folder
+    from foredraft.loading import cache_folder
     from foredraft.models import BUNDLED, bundled_path
 
     table = Table("name", "model", "licence", "size", "here", box=None, header_style="bold")
@@ -316,7 +347,7 @@ def list_models(context: typer.Context) -> None:
 @models_app.command()
 def pull(name: Annotated[str, typer.Argument(help="A bundled model's name.")]) -> None:
     """Fetch a bundled model, check it, and print where it lies."""
-    from foredraft.api import cache_folder
+    from foredraft.loading import cache_folder
     from foredraft.models import BUNDLED, fetch_bundled
 
     if name not in BUNDLED:
@@ -338,7 +369,8 @@ def _read_prompt(prompt: str) -> str:
 
 
 def _load(model: str, drafter: str, notify: Notify, *, verbose: bool, **options: Any) -> Model:
-    from foredraft.api import load, parse_drafter
+    from foredraft.api import load
+    from foredraft.loading import parse_drafter
 
     parse_drafter(drafter)  # a wrong name is told before anything is loaded
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -349,6 +381,25 @@ def _load(model: str, drafter: str, notify: Notify, *, verbose: bool, **options:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     return load(model, drafter, notify=notify, **options)
+
+
+@contextmanager
+def _memory_saved(model: Model) -> Iterator[None]:
+    """Save what was learned, if there is a memory: last of all, and also when the user has had enough."""
+    enough: BaseException | None = None
+    try:
+        yield
+    except (KeyboardInterrupt, BrokenPipeError) as error:
+        enough = error
+    if model.memory is not None:
+        model.save_memory()
+    if enough is not None:
+        raise enough
+
+
+def _engine(backend: str, weights: str, threads: int | None, device: str, dtype: str) -> dict[str, Any]:
+    """The options that say what runs the models, by `load`'s names."""
+    return {"backend": backend, "weights": weights, "threads": threads, "device": device, "dtype": dtype}
 
 
 def _parse_bias(pairs: Sequence[str]) -> dict[int, float]:

@@ -69,9 +69,10 @@ class Engine:
         running = {index: Generation(request, self.setup) for index, request in enumerate(requests)}
         for generation in running.values():
             generation.start()
-        while running:
-            yield from self._round(running)
-            running = {index: g for index, g in running.items() if g.finish_reason is None}
+        with self.setup.backend.running():
+            while running:
+                yield from self._round(running)
+                running = {index: g for index, g in running.items() if g.finish_reason is None}
 
     def _round(self, running: dict[int, Generation]) -> Iterator[tuple[int, Event]]:
         """One round of every running request. This is speculative decoding."""

@@ -17,11 +17,11 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from foredraft.api import Loader, parse_drafter
 from foredraft.backends.transformers import TransformersBackend, TransformersCache
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Request
+from foredraft.loading import EngineChoice, Loader, parse_drafter
 from foredraft.sampling import one_hot_argmax
 from foredraft.tree import paths, reachable
 from foredraft.types import Draft, SamplingParams, TokenEvent
@@ -29,7 +29,7 @@ from foredraft.types import Draft, SamplingParams, TokenEvent
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from foredraft.api import DrafterLike
+    from foredraft.loading import DrafterLike
     from foredraft.proposers.base import Drafter
 
 # The parts of transformers' classes that are used here.
@@ -99,7 +99,8 @@ def custom_generate(
 
     def drafter_for(model: PreTrainedModel, backend: TransformersBackend) -> Drafter | None:
         if not prepared or prepared[0][0] is not model:
-            loader = Loader(device=str(model.device), dtype=str(model.dtype).removeprefix("torch."))
+            dtype = str(model.dtype).removeprefix("torch.")
+            loader = Loader(engine=EngineChoice("transformers", str(model.device), dtype))
             prepared[:] = [(model, loader.drafter(choice, backend, tokenizer))]
         return prepared[0][1]
 

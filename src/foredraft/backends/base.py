@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +57,8 @@ class Backend(ABC):
     name: str
     vocab_size: int
     """Rows of logits that have a token (padding of the embedding is cut off)."""
+    embedding_rows: int
+    """Ids that the model takes, padding included."""
     context: int | None
     """Most tokens a sequence may have, if the model has such a limit."""
     stop_tokens: frozenset[int]
@@ -81,6 +84,11 @@ class Backend(ABC):
     @abstractmethod
     def truncate(self, cache: KVCache, length: int) -> None:
         """Forget committed tokens past the first `length`."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What the engine has around all its rounds, for a backend that needs the machine to itself."""
+        yield
 
     def refuse_early_exit(self, layers: int) -> None:
         """Raise unless `early_logits` works with this many layers.

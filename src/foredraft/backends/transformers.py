@@ -102,6 +102,8 @@ class TransformersBackend(Backend):
         self.model: Any = model
         torch.nn.Module.eval(model)
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
+        embeddings: Any = model.get_input_embeddings()
+        self.embedding_rows = len(embeddings.weight)
         self.context = getattr(config, "max_position_embeddings", None)
         ends = getattr(model.generation_config, "eos_token_id", None)
         self.stop_tokens = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)

@@ -60,6 +60,8 @@ class Drafter(ABC):
     """How users write it: the name, `name:WHAT` if it takes an argument, `name[:WHAT]` if it may take one."""
     draft_tokens: int
     """Nodes of a draft when the user does not say."""
+    learns: bool = False
+    """Whether it learns from earlier text: what, `save` keeps in a folder for the next process to `load`."""
     when_nothing_is_accepted: str
     """Likely causes of zero acceptance, for a warning."""
 
@@ -74,13 +76,19 @@ class Drafter(ABC):
         return cls()
 
     def save(self, folder: Path) -> None:  # noqa: B027  (most have nothing to keep)
-        """Keep in a folder what was learned from earlier text."""
+        """Keep in a folder what was learned, in files that are named after the drafter and are whole or not there.
 
-    def load(self, folder: Path) -> None:  # noqa: B027
-        """Take up what `save` kept, if the folder has it.
+        Several drafters may share a folder. Whoever learns nothing writes nothing.
 
         Raises:
-            ModelError: It is damaged, or was learned for another target.
+            ModelError: The folder cannot be written.
+        """
+
+    def load(self, folder: Path) -> None:  # noqa: B027
+        """Take up what `save` kept, if the folder has it; else learn from the beginning.
+
+        Raises:
+            ModelError: It cannot be read, is damaged, or was learned for another target.
         """
 
     @abstractmethod

@@ -30,18 +30,28 @@ def write_arrays(file: Path, arrays: dict[str, Tensor], about: dict[str, str]) -
         ) from error
 
 
-def read_arrays(file: Path, about: dict[str, str]) -> dict[str, Tensor]:
-    """The arrays of a file that `write_arrays` wrote with the same `about`.
+def read_arrays(file: Path, about: dict[str, str]) -> dict[str, Tensor] | None:
+    """The arrays of a file that `write_arrays` wrote with the same `about`; `None` if there is no such file.
+
+    What arrays they are and what they hold is for the caller to check (`damaged`).
 
     Raises:
-        ModelError: The file is damaged, of another version, or learned for another target.
+        ModelError: The file cannot be read, is of another version, or was learned for another target.
     """
     try:
+        file.open("rb").close()  # safe_open would call whatever cannot be opened not found
         with safe_open(file, framework="pt") as stored:
             found = stored.metadata() or {}
             different = next((f"{k} is {found.get(k)}, not {v}" for k, v in about.items() if found.get(k) != v), None)
             if different is not None:
                 raise ModelError(f"{file} does not fit here: {different}. Remove it to start anew.")
             return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  (not a dict)
+    except FileNotFoundError:
+        return None
     except (OSError, SafetensorError) as error:
         raise ModelError(f"Cannot read {file} ({error}). Remove it to start anew.") from error
+
+
+def damaged(file: Path) -> ModelError:
+    """The error for a file whose arrays are not what they should be."""
+    return ModelError(f"{file} is damaged. Remove it to start anew.")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 
+import torch
+
 from foredraft.backends.base import KVCache
 from foredraft.proposers.base import Drafter, Proposer, Verification
+from foredraft.proposers.files import damaged, read_arrays, write_arrays
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.tree import depths
 from foredraft.types import Draft, Verdict
 
-_BINS = 12  # of a node's raw score, each half of the one before
+_BINS = 24  # of a node's raw score, two for each halving
 _PRIOR_TRIES = 8.0  # how many tries a raw score is worth before acceptances are seen
+_NOTHING = ([0.0] * _BINS, [0.0] * _BINS)
+_ABOUT = {"foredraft": "hybrid", "version": "1"}
 _UNSCORED = 0.6  # acceptance taken for each node of a draft without scores
 
 
@@ -32,6 +36,7 @@ class Hybrid(Drafter):
 
     usage = "hybrid:A+B"
     trees = True
+    learns = True
     when_nothing_is_accepted = "none of its drafters fits this text"
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
@@ -45,33 +50,52 @@ class Hybrid(Drafter):
         return HybridProposer(self, {part.name: part.proposer(law, source) for part in self.parts})
 
     def save(self, folder: Path) -> None:
-        """Keep what each part learned."""
+        """Keep what each part learned, and the calibration in `hybrid.safetensors`."""
         for part in self.parts:
             part.save(folder)
+        write_arrays(folder / "hybrid.safetensors", self.calibration.arrays(), _ABOUT)
 
     def load(self, folder: Path) -> None:
-        """Take up what each part kept."""
+        """Take up what each part kept, and the calibration. That of other parts does no harm: it is by name."""
         for part in self.parts:
             part.load(folder)
+        file = folder / "hybrid.safetensors"
+        arrays = read_arrays(file, _ABOUT)
+        if arrays is not None and not self.calibration.take_up(arrays):
+            raise damaged(file)
 
 
 class Calibration:
     """How often nodes were accepted, by who proposed them and by raw score."""
 
     def __init__(self) -> None:
-        self._hits: defaultdict[tuple[str, int], float] = defaultdict(float)
-        self._tries: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._counts: dict[str, tuple[list[float], list[float]]] = {}  # hits and tries, by bin
 
     def __call__(self, who: str, raw: float) -> float:
         """The acceptance to expect of a node."""
-        key = (who, _bin(raw))
-        return (self._hits[key] + _PRIOR_TRIES * raw) / (self._tries[key] + _PRIOR_TRIES)
+        hits, tries = self._counts.get(who, _NOTHING)
+        at = _bin(raw)
+        return (hits[at] + _PRIOR_TRIES * raw) / (tries[at] + _PRIOR_TRIES)
 
     def note(self, who: str, raw: float, accepted: bool) -> None:
         """Count one verified node."""
-        key = (who, _bin(raw))
-        self._tries[key] += 1
-        self._hits[key] += accepted
+        hits, tries = self._counts.setdefault(who, ([0.0] * _BINS, [0.0] * _BINS))
+        tries[_bin(raw)] += 1
+        hits[_bin(raw)] += accepted
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """Hits and tries `[2, bins]` by proposer."""
+        return {who: torch.tensor(counts) for who, counts in self._counts.items()}
+
+    def take_up(self, arrays: dict[str, torch.Tensor]) -> bool:
+        """Go on from what `arrays` gave, if these can be that. Returns whether they can."""
+        for counts in arrays.values():
+            if counts.shape != (2, _BINS) or not counts.isfinite().all():
+                return False
+            if (counts[0] < 0).any() or (counts[0] > counts[1]).any():
+                return False
+        self._counts = {who: (counts[0].tolist(), counts[1].tolist()) for who, counts in arrays.items()}
+        return True
 
 
 @dataclass
@@ -160,4 +184,4 @@ def merge(drafts: dict[str, Draft]) -> list[_Node]:
 
 
 def _bin(raw: float) -> int:
-    return min(int(-2 * log2(max(raw, 1e-9))), 2 * _BINS - 1)
+    return min(int(-2 * log2(max(raw, 1e-9))), _BINS - 1)

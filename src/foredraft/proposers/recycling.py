@@ -10,7 +10,7 @@ import torch
 
 from foredraft.backends.base import Backend
 from foredraft.proposers.base import Drafter, Proposer, Verification
-from foredraft.proposers.files import read_arrays, write_arrays
+from foredraft.proposers.files import damaged, read_arrays, write_arrays
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
@@ -31,6 +31,7 @@ class Recycling(Drafter):
 
     name = usage = "recycling"
     trees = True
+    learns = True
     draft_tokens = 8
     when_nothing_is_accepted = "the text is too varied for what earlier tokens suggested"
 
@@ -73,16 +74,31 @@ class Recycling(Drafter):
         self.hits[ranks[hit], bins[hit]] += 1
 
     def save(self, folder: Path) -> None:
-        """Keep the table in `recycling.safetensors`."""
-        arrays = {name: getattr(self, name) for name in ("candidates", "likelihoods", "hits", "tries")}
-        write_arrays(folder / "recycling.safetensors", arrays, self._about())
+        """Keep table and rates in `recycling.safetensors`."""
+        write_arrays(folder / "recycling.safetensors", self._arrays(), self._about())
 
     def load(self, folder: Path) -> None:
-        """Take up a kept table."""
+        """Take up a kept table and its rates, in the place of those here."""
         file = folder / "recycling.safetensors"
-        if file.is_file():
-            for name, array in read_arrays(file, self._about()).items():
-                setattr(self, name, array)
+        kept, own = read_arrays(file, self._about()), self._arrays()
+        if kept is None:
+            return
+        shapes, wanted = ({n: (a.shape, a.dtype) for n, a in arrays.items()} for arrays in (kept, own))
+        if shapes != wanted or not self._makes_sense(**kept):
+            raise damaged(file)
+        for name, array in kept.items():
+            own[name].copy_(array)
+
+    def _arrays(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in ("candidates", "likelihoods", "hits", "tries")}
+
+    def _makes_sense(
+        self, candidates: torch.Tensor, likelihoods: torch.Tensor, hits: torch.Tensor, tries: torch.Tensor
+    ) -> bool:
+        known = (candidates >= -1) & (candidates < len(self.candidates))
+        shares = (likelihoods >= 0) & (likelihoods <= 1)
+        counts = (hits >= 0) & (hits <= tries) & tries.isfinite()
+        return bool(known.all() and shares.all() and counts.all())
 
     def _about(self) -> dict[str, str]:
         return {"foredraft": "recycling", "version": "1", "vocabulary": str(len(self.candidates))}

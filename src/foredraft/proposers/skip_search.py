@@ -65,8 +65,9 @@ def search_skip_set(
     sublayers: list[Sublayer] = [(kind, i) for kind in ("attention", "mlp") for i in range(model.layers)]
     dice = random.Random(seed)
     dice.shuffle(sublayers)
-    _grow(search, _rank(search, sublayers))
-    _refine(search, sublayers, dice)
+    with target.running():
+        _grow(search, _rank(search, sublayers))
+        _refine(search, sublayers, dice)
     return search.best
 
 

@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from foredraft.backends.base import Backend
 from foredraft.checks import is_integer, is_number, require
-from foredraft.errors import ModelError
 from foredraft.proposers.base import Drafter, Proposer
-from foredraft.proposers.files import read_arrays, write_arrays
-from foredraft.proposers.suffix_kernels import Limits
-from foredraft.proposers.suffix_tree import SuffixTree
+from foredraft.proposers.files import damaged, read_arrays, write_arrays
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft
+
+if TYPE_CHECKING:  # else where they are used: numba takes 0.3 s to import, and few need it
+    from foredraft.proposers.suffix_kernels import Limits
+    from foredraft.proposers.suffix_tree import SuffixTree
 
 _LEAST_BYTES = 2**20
 
@@ -77,6 +79,8 @@ class SuffixSettings:
 
     def limits(self, budget: int, smoothing: float) -> Limits:
         """For one proposal of at most `budget` nodes."""
+        from foredraft.proposers.suffix_kernels import Limits
+
         return Limits(
             budget, float(self.factor), float(self.offset), float(self.floor), float(smoothing), self.chains_only
         )
@@ -95,6 +99,7 @@ class Suffix(Drafter):
 
     name = usage = "suffix"
     trees = True
+    learns = True
     draft_tokens = 8
     when_nothing_is_accepted = (
         "the answer does not repeat anything from its prompt, from itself or from earlier answers"
@@ -103,7 +108,7 @@ class Suffix(Drafter):
     def __init__(self, vocab_size: int, settings: SuffixSettings | None = None) -> None:
         self.settings = settings or SuffixSettings()
         self.trees = not self.settings.chains_only
-        self.global_tree = SuffixTree(self.settings.max_depth, most_bytes=self.settings.global_bytes)
+        self.global_tree = _new_tree(self.settings.max_depth, self.settings.global_bytes)
         self._vocab_size = vocab_size
         _compile()
 
@@ -127,13 +132,13 @@ class Suffix(Drafter):
     def load(self, folder: Path) -> None:
         """Read kept answers, as newer than those that are here already."""
         file = folder / "suffix.safetensors"
-        if not file.is_file():
-            return
         arrays = read_arrays(file, self._about())
+        if arrays is None:
+            return
         lengths, tokens = (arrays.get(name, torch.zeros(0)) for name in ("lengths", "tokens"))
         kinds = {lengths.dtype, tokens.dtype} == {torch.int32} and lengths.dim() == tokens.dim() == 1
         if not kinds or (lengths < 0).any() or lengths.sum() != len(tokens) or not self._all_known(tokens):
-            raise ModelError(f"{file} is damaged. Remove it to start anew.")
+            raise damaged(file)
         for start, stop in pairwise(accumulate(lengths.tolist(), initial=0)):
             self.global_tree.add(tokens[start:stop].tolist())
 
@@ -150,7 +155,7 @@ class SuffixProposer(Proposer):
     def __init__(self, drafter: Suffix) -> None:
         self._settings = drafter.settings
         self._global = drafter.global_tree
-        self._own = SuffixTree(self._settings.max_depth)
+        self._own = _new_tree(self._settings.max_depth)
         self._read = 0
         self._prompt_length: int | None = None
 
@@ -178,9 +183,15 @@ class SuffixProposer(Proposer):
             self._global.add(tokens[max(0, self._prompt_length - self._settings.longest_match) :])
 
 
+def _new_tree(max_depth: int, most_bytes: int | None = None) -> SuffixTree:
+    from foredraft.proposers.suffix_tree import SuffixTree
+
+    return SuffixTree(max_depth, most_bytes)
+
+
 def _compile() -> None:
     """Run every kernel once, so that compiling them falls into loading and not into the first request."""
-    tree = SuffixTree(2)
+    tree = _new_tree(2)
     tree.add([1, 1])
     tree.propose(np.array([1], dtype=np.int32), SuffixSettings().limits(1, 1.0))
     tree.forget_oldest()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +19,13 @@ from foredraft.backends.native.tables import (
     NODE,
     SEQUENCE,
     Batch,
+    Table,
     Workspace,
     padded,
     tables_of,
     workspace_for,
 )
-from foredraft.backends.native.team import Team, physical_cores
+from foredraft.backends.native.team import TORCH_THREADS, Team, physical_cores
 from foredraft.backends.native.twins import in_8_bits, sublayers
 from foredraft.backends.native.weights import Floats, Weights
 from foredraft.backends.sublayers import Sublayers
@@ -32,8 +35,8 @@ from foredraft.types import Draft
 
 _FIRST_ROWS = 256  # of a cache; it doubles when it is full
 _PREFILL_CHUNK = 256  # tokens
-KV = NDArray[np.generic]
-_KV_TYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(np.uint16)}
+KV = NDArray[Any]  # float32, or bfloat16 as its 16 bits
+_KV_TYPES: dict[str, Any] = {"f32": np.float32, "bf16": np.uint16}
 
 
 class Early(NamedTuple):
@@ -65,7 +68,7 @@ class NativeCache(KVCache):
     @property
     def capacity(self) -> int:
         """Rows there is room for."""
-        return self.values.shape[2]
+        return int(self.values.shape[2])
 
     def reserve(self, rows: int) -> None:
         """Make room for so many rows in all."""
@@ -133,9 +136,10 @@ class NativeBackend(Backend):
         kv_format: Of keys and values, `f32` or `bf16`.
         without_attention: Layers whose attention is left out (a shallow twin that drafts).
         without_mlp: Layers whose MLP is left out.
+        kernels: Folder in which compiled kernels are kept; `None` compiles them in every process.
 
     Raises:
-        InvalidInputError: `threads` or `kv_format` is not right.
+        InvalidInputError: `kv_format` is neither.
     """
 
     name = "native"
@@ -150,19 +154,20 @@ class NativeBackend(Backend):
         kv_format: str = "f32",
         without_attention: Collection[int] = (),
         without_mlp: Collection[int] = (),
+        kernels: Path | None = None,
     ) -> None:
-        if threads is not None and not 1 <= threads <= 1024:
-            raise InvalidInputError(f"threads is {threads}, but must be in [1, 1024].")
         if kv_format not in _KV_TYPES:
             raise InvalidInputError(f"The KV format is '{kv_format}', but must be one of {', '.join(_KV_TYPES)}.")
         measures = weights.measures
         self.weights = weights
         self.kv_format = kv_format
         self.vocab_size = min(vocab_size or measures.vocabulary, measures.vocabulary)
+        self.embedding_rows = weights.embedding.rows
         self.context = measures.context
         self.stop_tokens = weights.stop_tokens
         self.team = Team(threads or physical_cores())
-        self._kernels = Kernels(weights.formats, kv_format)
+        self._kernels_folder = kernels
+        self._kernels = Kernels(weights.formats, kv_format, folder=kernels)
         self._without = frozenset(without_attention), frozenset(without_mlp)
         self._tables = tables_of(weights, self._kernels, kv_format, without_attention, without_mlp)
         self._work: Workspace | None = None
@@ -201,7 +206,32 @@ class NativeBackend(Backend):
         for part in parts:
             part.cache.early = None
         found = torch.from_numpy(logits)[:, : self.vocab_size]
-        return list(found.split([1 + len(query.draft.tokens) for query in queries]))
+        return list(torch.split(found, [1 + len(query.draft.tokens) for query in queries]))
+
+    def forward_with_hidden(self, queries: Sequence[Query], layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Logits `[N+1, V]` and hidden states `[len(layers), N+1, hidden]` for each query.
+
+        The hidden states are the residual stream as these layers leave it, the first one being 0: what transformers
+        calls `hidden_states[layer + 1]`, before the final norm.
+
+        Raises:
+            InvalidInputError: The model has no such layer.
+        """
+        measures = self.weights.measures
+        strange = next((layer for layer in layers if not 0 <= layer < measures.layers), None)
+        if strange is not None:
+            raise InvalidInputError(f"Hidden states of layer {strange}, but layers are 0 to {measures.layers - 1}.")
+        taps = self._no_taps.copy()
+        taps[list(layers)] = range(len(layers))
+        count = [1 + len(query.draft.tokens) for query in queries]
+        tapped = np.zeros((len(layers), sum(count), padded(measures.hidden)), dtype=np.float32)
+        parts = [Part(query, 0, _cache(query)) for query in queries]
+        for part in parts:
+            part.cache.early = None
+        logits = torch.from_numpy(self._run(parts, 0, measures.layers, scored=True, taps=taps, tapped=tapped))
+        hidden = torch.from_numpy(tapped)[..., : measures.hidden]
+        rows, states = torch.split(logits[:, : self.vocab_size], count), torch.split(hidden, count, dim=1)
+        return list(zip(rows, states, strict=True))
 
     def commit(self, cache: KVCache, path: Sequence[int]) -> None:
         """Keep the root and the nodes of the path, moved together where siblings lay between them."""
@@ -212,6 +242,12 @@ class NativeBackend(Backend):
         """Forget committed tokens past the first `length`."""
         assert isinstance(cache, NativeCache) and cache.early is None
         cache.committed = min(cache.committed, length)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """torch keeps to one thread meanwhile: what it does between forwards is little."""
+        with TORCH_THREADS.one():
+            yield
 
     def refuse_early_exit(self, layers: int) -> None:
         """See `Backend`."""
@@ -246,6 +282,7 @@ class NativeBackend(Backend):
             kv_format=self.kv_format,
             without_attention=self._without[0].union(attention),
             without_mlp=self._without[1].union(mlp),
+            kernels=self._kernels_folder,
         )
         twin.team = self.team
         return twin
@@ -272,6 +309,8 @@ class NativeBackend(Backend):
         *,
         scored: bool = False,
         given: Floats | None = None,
+        taps: NDArray[np.int64] | None = None,
+        tapped: Floats | None = None,
     ) -> Floats:
         """Run layers on all parts; logits `[n, V]` where they are to be scored, none elsewhere."""
         batch = self._batch(parts)
@@ -279,13 +318,15 @@ class NativeBackend(Backend):
         if given is not None:
             work.x[: len(given)] = given
         logits = np.empty((len(batch.nodes) if scored else 0, self.weights.measures.vocabulary), dtype=np.float32)
-        tapped = np.empty((0, 0, 0), dtype=np.float32)
-        self.team.run(forward, self._tables, batch, work, first, last, self._no_taps, tapped, logits)
+        taps = self._no_taps if taps is None else taps
+        tapped = np.empty((0, 0, 0), dtype=np.float32) if tapped is None else tapped
+        self.team.run(forward, self._tables, batch, work, first, last, taps, tapped, logits)
         return logits
 
     def _batch(self, parts: Sequence[Part]) -> Batch:
         sequences = np.zeros(len(parts), dtype=SEQUENCE)
-        tables, seen = [], []
+        tables: list[Table] = []
+        seen: list[NDArray[np.int64]] = []
         for index, (query, known, cache) in enumerate(parts):
             base, count = cache.committed, 1 + len(query.draft.tokens)
             cache.reserve(base + count)
@@ -294,7 +335,7 @@ class NativeBackend(Backend):
             nodes["token"], nodes["sequence"] = (query.root, *query.draft.tokens), index
             nodes["row"], nodes["position"], nodes["ancestors"] = np.arange(count) + base, depth + base, depth + 1
             nodes["straight"] = np.cumprod(rows == np.arange(rows.shape[1]), axis=1).sum(axis=1).clip(max=depth + 1)
-            first = sum(map(len, tables))
+            first = sum(len(table) for table in tables)
             tables.append(nodes[known:])
             seen.append(rows[known:] + base)
             where = cache.keys.ctypes.data, cache.values.ctypes.data, cache.capacity

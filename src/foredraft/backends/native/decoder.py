@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from foredraft.backends.native.team import wait
+from foredraft.backends.native.team import compiled, intrinsic, wait
 
 # Compiled code is cached on disk with its constants: those of other files do not belong here.
 _BLOCK = 32  # columns; the blocks of GGUF
@@ -22,7 +21,7 @@ _EXPAND = 0  # column of the table of kernels
 _F32 = 0  # row of the table of kernels
 _ALIGNED = _BLOCK  # rows: no two threads write to one cache line, nor to one vector of the activation
 
-compiled = njit(nogil=True, cache=True, error_model="numpy")
+unpack: Any = cgutils.unpack_tuple
 
 
 def _calling(returns: Any) -> Any:
@@ -33,7 +32,7 @@ def _calling(returns: Any) -> Any:
             kinds = [context.get_value_type(kind) for kind in arguments.types]
             result = ir.VoidType() if returns is types.void else context.get_value_type(returns)
             kernel = builder.inttoptr(values[0], ir.FunctionType(result, kinds).as_pointer())
-            found = builder.call(kernel, cgutils.unpack_tuple(builder, values[1]))
+            found = builder.call(kernel, unpack(builder, values[1]))
             return context.get_dummy_value() if returns is types.void else found
 
         return returns(types.int64, arguments), generate
@@ -46,8 +45,8 @@ _call_float = _calling(types.float32)
 
 
 @intrinsic
-def _float_at(typing: Any, address: Any, index: Any) -> Any:
-    """The float32 at an address."""
+def float_at(typing: Any, address: Any, index: Any) -> Any:
+    """The number of that index behind an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         floats = builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
@@ -92,7 +91,7 @@ def _linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, la
     if layer.bias != 0:
         for node in range(nodes):
             for row in range(first, last):
-                y[node, row] += _float_at(layer.bias, row)
+                y[node, row] += float_at(layer.bias, row)
 
 
 @compiled
@@ -141,21 +140,23 @@ def _place_head(tables: Any, head: Any, norm: int, rotates: bool, cos: Any, sin:
 
 
 @compiled
-def _keys(decoder: Any, sequence: Any, layer: int, head: int) -> int:
+def _keys(decoder: Any, sequence: Any, layer: int, head: int) -> Any:
     """The address of a head's keys `[capacity / lanes, head_width, lanes]`."""
     plane = layer * decoder.kv_heads + head
     return sequence.keys + plane * sequence.capacity * decoder.head_width * decoder.kv_bytes
 
 
 @compiled
-def _values(decoder: Any, sequence: Any, layer: int, head: int) -> int:
+def _values(decoder: Any, sequence: Any, layer: int, head: int) -> Any:
     """The address of a head's values `[capacity, head_width]`."""
     plane = layer * decoder.kv_heads + head
     return sequence.values + plane * sequence.capacity * decoder.head_width * decoder.kv_bytes
 
 
 @intrinsic
-def _store_float(typing: Any, address: Any, index: Any, value: Any) -> Any:
+def store_float(typing: Any, address: Any, index: Any, value: Any) -> Any:
+    """Write the number of that index behind an address."""
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         floats = builder.inttoptr(arguments[0], ir.FloatType().as_pointer())
         place = builder.gep(floats, [arguments[1]], source_etype=ir.FloatType())
@@ -166,8 +167,8 @@ def _store_float(typing: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _store_bfloat16(typing: Any, address: Any, index: Any, value: Any) -> Any:
-    """Rounded to the nearest, ties to even."""
+def store_bfloat16(typing: Any, address: Any, index: Any, value: Any) -> Any:
+    """The same in bfloat16: rounded to the nearest, ties to even."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         i16, i32 = ir.IntType(16), ir.IntType(32)
@@ -187,9 +188,9 @@ def _keep(decoder: Any, address: int, step: int, head: Any) -> None:
     """Write one head's k or v into the cache, from `address` on, every `step` numbers."""
     for i in range(decoder.head_width):
         if decoder.kv_bytes == 4:
-            _store_float(address, i * step, head[i])
+            store_float(address, i * step, head[i])
         else:
-            _store_bfloat16(address, i * step, head[i])
+            store_bfloat16(address, i * step, head[i])
 
 
 @compiled

@@ -145,8 +145,10 @@ def rotation(config: PreTrainedConfig) -> tuple[Floats, float]:
 
 
 def rotates(config: PreTrainedConfig, layer: int) -> bool:
-    """Whether a layer gives positions to q and k."""
-    return config.model_type != "smollm3" or bool(config.no_rope_layers[layer])
+    """Whether a layer gives positions to q and k. SmolLM3's list of those that do not has 0 for them."""
+    if config.model_type != "smollm3":
+        return True
+    return bool(config.no_rope_layers[layer]) if config.no_rope_layers else (layer + 1) % 4 != 0
 
 
 def norm_offset(config: PreTrainedConfig) -> float:

@@ -6,16 +6,37 @@ many rows, nodes or threads there are: batch-invariant by construction.
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import tempfile
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import llvm_version_info
 from numpy.typing import NDArray
 
-from foredraft.backends.native.vector import FLOAT, HALF, I8, I16, I32, I64, POINTER, Cpu, Emitter, compiled, host
+from foredraft.backends.native import vector
+from foredraft.backends.native.vector import (
+    FLOAT,
+    HALF,
+    I8,
+    I16,
+    I32,
+    I64,
+    POINTER,
+    Cpu,
+    Emitter,
+    host,
+    loaded,
+    object_code,
+)
 from foredraft.backends.native.weights import BLOCK, FORMATS
+
+logger = logging.getLogger(__name__)
 
 MOST_NODES = 8
 """Nodes that one pass over a matrix serves; more are served in groups."""
@@ -24,18 +45,20 @@ _EXPAND = 0  # where a number of nodes stands elsewhere
 
 
 class Kernels:
-    """Compiled kernels for this CPU and some formats. A process compiles each only once.
+    """Kernels for this CPU and some formats. A process compiles each only once; with a `folder`, a machine does.
 
     `matrices` `[formats, 9]` has the addresses of each format's `expand`, then of its `linear` for 1 to 8 nodes;
     `attention` `[2, 9]` those of `scores` and `weighted` over keys and values in `kv_format`.
     """
 
-    def __init__(self, formats: Iterable[str], kv_format: str = "f32", cpu: Cpu | None = None) -> None:
+    def __init__(
+        self, formats: Iterable[str], kv_format: str = "f32", cpu: Cpu | None = None, folder: Path | None = None
+    ) -> None:
         self.cpu = cpu or host()
-        self._others = _others(self.cpu, kv_format)
+        self._others = _engine(self.cpu, f"others_{kv_format}", folder)
         self.matrices: NDArray[np.int64] = np.zeros((len(FORMATS), MOST_NODES + 1), dtype=np.int64)
         for name in sorted({"f32", *formats}):
-            engine = _of_format(self.cpu, name)
+            engine = _engine(self.cpu, name, folder)
             for nodes in range(MOST_NODES + 1):
                 self.matrices[FORMATS[name].code, nodes] = engine.get_function_address(f"{name}_{nodes}")
         self.attention: NDArray[np.int64] = np.zeros((2, MOST_NODES + 1), dtype=np.int64)
@@ -49,9 +72,59 @@ class Kernels:
         return int(self._others.get_function_address(name))
 
 
+@cache
+def _engine(cpu: Cpu, name: str, folder: Path | None) -> Any:
+    """The kernels of a format, or the others; from a file of `folder` if they were made before."""
+    file = folder / f"{name}-{_version(cpu)}.o" if folder is not None else None
+    code = _kept(file)
+    if code is None:
+        module = ir.Module(name)
+        if name in FORMATS:
+            _of_format(module, cpu, name)
+        else:
+            _others(module, cpu, name.removeprefix("others_"))
+        code = object_code(module, cpu)
+        _keep(file, code)
+    return loaded(code, cpu)
+
+
+@cache
+def _version(cpu: Cpu) -> str:
+    """Changes with whatever the machine code depends on: this code, the compiler and the CPU."""
+    digest = hashlib.sha256(repr((cpu, llvm_version_info)).encode())
+    for source in (Path(__file__), Path(vector.__file__)):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _kept(file: Path | None) -> bytes | None:
+    """Machine code behind its own digest: anything else would crash."""
+    try:
+        found = file.read_bytes() if file is not None else b""
+    except OSError:
+        return None
+    digest, code = found[:32], found[32:]
+    return code if code and hashlib.sha256(code).digest() == digest else None
+
+
+def _keep(file: Path | None, code: bytes) -> None:
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as fresh:
+            fresh.write(hashlib.sha256(code).digest() + code)
+        Path(fresh.name).replace(file)
+    except OSError as error:  # it is made anew next time
+        logger.warning("The kernels cannot be kept in %s (%s)", file.parent, error)
+
+
 def rows_at_once(nodes: int, registers: int) -> int:
-    """Rows of the matrix whose products with all nodes fit into the registers, beside what they are made of."""
-    return max(1, min(8, (registers - 6) // nodes))
+    """Rows of the matrix whose products with all nodes fit into the registers, beside what they are made of.
+
+    No more than four: the memory likes one stream better than many.
+    """
+    return max(1, min(4, (registers - 6) // nodes))
 
 
 def most_mixed(cpu: Cpu) -> int:
@@ -126,13 +199,10 @@ _WEIGHTS: dict[str, Callable[[Emitter, Any], list[Any]]] = {
 # Matrix kernels
 
 
-@cache
-def _of_format(cpu: Cpu, name: str) -> Any:
-    module = ir.Module(name)
+def _of_format(module: ir.Module, cpu: Cpu, name: str) -> None:
     _expand(module, cpu, name)
     for nodes in range(1, MOST_NODES + 1):
         _linear(module, cpu, name, nodes)
-    return compiled(module, cpu)
 
 
 def _expand(module: ir.Module, cpu: Cpu, name: str) -> None:
@@ -171,13 +241,12 @@ def _rows(e: Emitter, name: str, nodes: int, rows: int, row: Any) -> None:
     size = FORMATS[name].block_bytes
     sources = [e.at(matrix, e.build.mul(e.build.add(row, e.integer(i)), row_bytes)) for i in range(rows)]
     inputs = [e.at(x, e.times(x_stride, 4 * node)) for node in range(nodes)]
-    next_rows = e.times(row_bytes, rows)
+    ahead = e.at(sources[0], e.times(row_bytes, 2 * rows))  # where the rows after the next begin
     with e.loop(e.integer(0), blocks, [e.constant(0.0)] * (rows * nodes)) as (block, sums):
         here = [e.at(source, e.times(block, size)) for source in sources]
         weights = [_WEIGHTS[name](e, pointer) for pointer in here]
-        for pointer in here:
-            for line in range(0, size, 64):
-                e.prefetch(e.at(e.at(pointer, next_rows), line))
+        for line in range(0, size * rows, 64):
+            e.prefetch(e.at(ahead, e.build.add(e.times(block, size * rows), e.integer(line))))
         for part in range(BLOCK // e.lanes):
             for node in range(nodes):
                 value = e.load(e.at(e.at(inputs[node], e.times(block, 4 * BLOCK)), 4 * e.lanes * part))
@@ -205,9 +274,7 @@ def _store_sums(e: Emitter, sums: Any, start: int, count: int, rows: int, where:
 # The others
 
 
-@cache
-def _others(cpu: Cpu, kv_format: str) -> Any:
-    module = ir.Module("others")
+def _others(module: ir.Module, cpu: Cpu, kv_format: str) -> None:
     _softmax(module, cpu)
     for nodes in range(1, MOST_NODES + 1):
         _scores(module, cpu, kv_format, nodes)
@@ -216,7 +283,6 @@ def _others(cpu: Cpu, kv_format: str) -> Any:
     for name in ("silu", "gelu_tanh"):
         _gate(module, cpu, name)
     _norm(module, cpu)
-    return compiled(module, cpu)
 
 
 def _softmax(module: ir.Module, cpu: Cpu) -> None:

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import AutoConfig, AutoTokenizer
 
 from foredraft.backends.native import families
-from foredraft.backends.native.tensors import WEIGHTS, build
+from foredraft.backends.native.gguf_config import gguf_config, stop_tokens
+from foredraft.backends.native.gguf_file import GgufFile
+from foredraft.backends.native.gguf_tensors import GgufTensors
+from foredraft.backends.native.kept import tokenizer_of, with_kernels
+from foredraft.backends.native.tensors import WEIGHTS, Tensors, build, check
 from foredraft.backends.native.torch_tensors import folder_tensors, model_tensors
 from foredraft.backends.native.weights import Weights
 from foredraft.checks import require
 from foredraft.errors import ForedraftError, ModelError
+from foredraft.models import file_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,12 +38,13 @@ class NativeModel(NamedTuple):
 def read_native(
     path: Path, *, weights: str = "auto", cache: Path | None = None, notify: Notify = lambda _: None
 ) -> NativeModel:
-    """Read a folder of safetensors; its matrices stay in the files, mapped into memory.
+    """Read a folder of safetensors or a GGUF file; matrices stay in the files, mapped into memory.
 
     Args:
-        path: The folder.
-        weights: `auto` leaves each matrix in the type it is stored in; `f32`, `bf16` and `q8` convert all of them.
-        cache: Folder of `foredraft`'s cache; `None` keeps nothing.
+        path: The folder, or the `.gguf` file.
+        weights: `auto` leaves each matrix in the type it is stored in, if that has a kernel, and makes it bf16 if not;
+            `f32`, `bf16` and `q8` convert all of them.
+        cache: Folder of foredraft's cache, for tokenizers and converted tensors of GGUF files; `None` keeps nothing.
         notify: Called with a sentence when something that takes time begins.
 
     Raises:
@@ -48,12 +54,26 @@ def read_native(
     """
     require("weights", weights, weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
     with _readable(path):
-        config = AutoConfig.from_pretrained(path)
-        families.require_supported(config)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        stop_tokens = _stop_tokens(path, config)
-        read = build(config, folder_tensors(path), weights=weights, stop_tokens=stop_tokens, notify=notify)
-    return NativeModel(read, tokenizer)
+        return _read_gguf(path, weights, cache, notify) if path.suffix == ".gguf" else _read_folder(path, weights)
+
+
+def _read_folder(path: Path, weights: str) -> NativeModel:
+    config = AutoConfig.from_pretrained(path)
+    families.require_supported(config)
+    read = build(config, folder_tensors(path), weights=weights, stop_tokens=_stop_tokens(path, config))
+    return NativeModel(read, AutoTokenizer.from_pretrained(path))
+
+
+def _read_gguf(path: Path, weights: str, cache: Path | None, notify: Notify) -> NativeModel:
+    file = GgufFile(path)
+    config = gguf_config(file)
+    tensors: Tensors = GgufTensors(file, config)
+    check(config, tensors)
+    folder = None if cache is None else cache / "native" / file_key(path)
+    if weights == "auto":
+        tensors = with_kernels(tensors, folder, notify)
+    read = build(config, tensors, weights=weights, stop_tokens=stop_tokens(file))
+    return NativeModel(read, tokenizer_of(path, folder))
 
 
 def weights_of_model(model: PreTrainedModel, weights: str = "auto") -> Weights:

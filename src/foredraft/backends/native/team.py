@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import psutil
+import torch
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import extending, njit, types
+
+intrinsic: Any = extending.intrinsic
+compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
+"""How every compiled function of the engine is made: without the GIL, kept on disk, additions in the order written."""
 
 _PATIENCE = 4096  # turns of waiting before the thread lets another one have the core
 _YIELD = types.ExternalFunction("SwitchToThread" if sys.platform == "win32" else "sched_yield", types.intc())
@@ -22,6 +27,35 @@ def physical_cores() -> int:
     """Cores that this process may use, two threads of one core counted once."""
     allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
     return max(1, min(allowed or 1, psutil.cpu_count(logical=False) or 1))
+
+
+class _TorchThreads:
+    """torch's setting of how many threads it uses, which is one for its whole process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = 1
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Only one, until all who asked for that have left."""
+        with self._lock:
+            if self._users == 0:
+                self._before = torch.get_num_threads()
+                torch.set_num_threads(1)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    torch.set_num_threads(self._before)
+
+
+TORCH_THREADS = _TorchThreads()
+"""Threads of torch that have nothing to do go on looking for work for a while, on the cores that a team needs."""
 
 
 class Team:
@@ -72,8 +106,8 @@ def _arrived(typing: Any, address: Any) -> Any:
     return types.int64(types.intp), generate
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def wait(threads: int, arrivals: Any, stage: int) -> int:
+@compiled
+def wait(threads: int, arrivals: Any, stage: int) -> Any:
     """Wait until all threads have ended this stage (they count from 0); returns the number of the next."""
     if threads > 1:
         address = np.intp(arrivals.ctypes.data)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,16 +16,18 @@ from foredraft.errors import ModelError, UnsupportedError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from foredraft.models import Notify
-
 WEIGHTS = {"auto": None, "f32": "f32", "bf16": "bf16", "q8": "q8_0"}
 """What matrices can be converted to when they are read, by the name a user gives; `auto` leaves them as they are."""
 
 _FORMAT_OF = {format_.ggml: format_ for format_ in FORMATS.values()}
 _FLOATS = {GGMLQuantizationType.F32: 4, GGMLQuantizationType.F16: 2, GGMLQuantizationType.BF16: 2}  # bytes each
-_ELSE = {GGMLQuantizationType.F64: "f32"}  # what types without kernels become; all others bf16
 _CHUNK = 1 << 22  # weights that are converted at a time
 _HEADLESS = ("lm_head.weight",)  # may be stored where it is tied
+
+
+def has_kernel(kind: GGMLQuantizationType) -> bool:
+    """Whether matrices of a type are used as they are."""
+    return kind in _FORMAT_OF
 
 
 class Stored(NamedTuple):
@@ -80,7 +81,10 @@ def check(config: PreTrainedConfig, tensors: Tensors) -> dict[str, tuple[int, ..
         ModelError: Some are missing, or of another shape.
         UnsupportedError: There are more than a model of this kind has, so it is of another kind.
     """
-    shapes, names = families.layout(config), tensors.names()
+    names = tensors.names()
+    if config.num_hidden_layers > len(names):  # nobody should wait until all that is missing is listed
+        raise ModelError(f"{tensors.where} has {len(names)} tensors, which are not {config.num_hidden_layers} layers.")
+    shapes = families.layout(config)
     if tensors.free_biases:
         linears = {name: shape for name, shape in shapes.items() if len(shape) == 2}
         biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in linears.items()}
@@ -113,7 +117,6 @@ def build(
     *,
     weights: str = "auto",
     stop_tokens: frozenset[int] = frozenset(),
-    notify: Notify = lambda _: None,
 ) -> Weights:
     """The decoder of a config and its tensors.
 
@@ -125,13 +128,12 @@ def build(
         tensors: All that `families.layout` names.
         weights: One of `WEIGHTS`.
         stop_tokens: Ids that end an answer.
-        notify: Told of tensors that must be converted because their type has no kernel.
 
     Raises:
         UnsupportedError: The engine does not run such a model.
         ModelError: Tensors are missing or of a wrong shape.
     """
-    builder = _Builder(config, tensors, WEIGHTS[weights], notify)
+    builder = _Builder(config, tensors, WEIGHTS[weights])
     embedding = builder.matrix("model.embed_tokens.weight")
     frequencies, rotary_scale = families.rotation(config)
     return Weights(
@@ -148,18 +150,10 @@ def build(
 
 
 class _Builder:
-    def __init__(self, config: PreTrainedConfig, tensors: Tensors, to: str | None, notify: Notify) -> None:
+    def __init__(self, config: PreTrainedConfig, tensors: Tensors, to: str | None) -> None:
         self._shapes = check(config, tensors)
         self._config, self._tensors, self._to = config, tensors, to
         self._measures = families.measures(config)
-        self._announce(notify)
-
-    def _announce(self, notify: Notify) -> None:
-        matrices = (self._tensors.kind(name)[0] for name, shape in self._shapes.items() if len(shape) == 2)
-        foreign = Counter(kind.name for kind in matrices if kind not in _FORMAT_OF)
-        if foreign and self._to is None:
-            counted = ", ".join(f"{count} of type {kind}" for kind, count in sorted(foreign.items()))
-            notify(f"Converting tensors whose types have no kernels to bf16: {counted}")
 
     def vector(self, name: str) -> Floats:
         return np.array(_floats(self._tensors.get(name), slice(None))).reshape(-1)  # copied, so that it is aligned
@@ -174,8 +168,7 @@ class _Builder:
         stored = self._tensors.get(name)
         if heads is not None and self._measures.head_dim % BLOCK:
             stored = _spread_columns(_as_floats(stored), heads)
-        matrix = _as_matrix(stored)
-        return matrix if self._to is None else _converted(matrix, self._to)
+        return as_matrix(stored, self._to)
 
     def linear(self, name: str, heads: int | None = None) -> Linear:
         bias = self.vector(f"{name}.bias") if f"{name}.bias" in self._shapes else None
@@ -223,23 +216,18 @@ def _padded(vector: Floats) -> Floats:
     return np.pad(vector, (0, -len(vector) % BLOCK))
 
 
-def _as_matrix(stored: Stored) -> Matrix:
-    """The matrix without a copy where its type has a kernel and its columns fill blocks."""
+def as_matrix(stored: Stored, to: str | None = None) -> Matrix:
+    """The matrix in the format `to`; without one, in its own and without a copy if that has a kernel, else in f32."""
     form = _FORMAT_OF.get(stored.type)
     if form is None:
-        return _by_rows(
-            len(stored.data), stored.shape[1], _ELSE.get(stored.type, "bf16"), lambda rows: _floats(stored, rows)
-        )
-    missing = -stored.shape[1] % BLOCK
+        return _by_rows(len(stored.data), stored.shape[1], to or "f32", lambda rows: _floats(stored, rows))
+    data, missing = stored.data, -stored.shape[1] % BLOCK
     if missing:  # only in types that store each weight by itself, where zero bytes are zeros
-        return Matrix(form.name, np.pad(stored.data, ((0, 0), (0, missing * _FLOATS[stored.type]))))
-    return Matrix(form.name, stored.data)
-
-
-def _converted(matrix: Matrix, name: str) -> Matrix:
-    if matrix.format == name:
+        data = np.pad(data, ((0, 0), (0, missing * _FLOATS[stored.type])))
+    matrix = Matrix(form.name, data)
+    if to in (None, form.name):
         return matrix
-    return _by_rows(matrix.rows, matrix.columns, name, lambda rows: matrix[rows].floats())
+    return _by_rows(matrix.rows, matrix.columns, to, lambda rows: matrix[rows].floats())
 
 
 def _by_rows(rows: int, columns: int, name: str, floats: Callable[[slice], Floats]) -> Matrix:
@@ -264,10 +252,7 @@ def _as_floats(stored: Stored) -> Stored:
     """The same weights each by itself, so that columns can be moved apart; blocks would straddle heads."""
     if stored.type in _FLOATS:
         return stored
-    matrix = _as_matrix(stored)
-    if matrix.format not in ("f32", "bf16"):
-        matrix = _converted(matrix, "bf16")
-    return Stored(FORMATS[matrix.format].ggml, stored.shape, matrix.data)
+    return Stored(GGMLQuantizationType.F32, stored.shape, as_matrix(stored, "f32").data)
 
 
 def _spread_columns(stored: Stored, heads: int) -> Stored:

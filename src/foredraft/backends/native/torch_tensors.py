@@ -68,13 +68,22 @@ def folder_tensors(folder: Path) -> Tensors:
     """
     getters: dict[str, Callable[[], torch.Tensor]] = {}
     for file in _shards(folder):
-        try:
-            opened = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"Cannot read {file} ({error}): it may be cut short or damaged.") from error
-        names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
-        getters |= {name: partial(opened.get_tensor, name) for name in names}
+        getters |= _getters(file)
     return TorchTensors(str(folder), getters)
+
+
+def file_tensors(file: Path) -> Tensors:
+    """The tensors of one file of safetensors; errors as those of `folder_tensors`."""
+    return TorchTensors(str(file), _getters(file))
+
+
+def _getters(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    try:
+        opened = safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"Cannot read {file} ({error}): it may be cut short or damaged.") from error
+    names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
+    return {name: partial(opened.get_tensor, name) for name in names}
 
 
 def _shards(folder: Path) -> list[Path]:

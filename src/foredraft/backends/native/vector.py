@@ -188,14 +188,24 @@ class Emitter:
         return build.fmul(p, build.bitcast(exponent, self.vector))
 
 
-def compiled(module: ir.Module, cpu: Cpu) -> Any:
-    """An execution engine with the functions of a module. They live as long as it does."""
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=cpu.name, features=cpu.features, opt=3, jit=True)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    engine.add_module(_optimised(llvm.parse_assembly(str(module)), machine))
+def object_code(module: ir.Module, cpu: Cpu) -> bytes:
+    """The machine code of a module's functions."""
+    machine = _machine(cpu)
+    code: bytes = machine.emit_object(_optimised(llvm.parse_assembly(str(module)), machine))
+    return code
+
+
+def loaded(code: bytes, cpu: Cpu) -> Any:
+    """An execution engine with those functions. They live as long as it does."""
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(cpu))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
+
+
+def _machine(cpu: Cpu) -> Any:
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=cpu.name, features=cpu.features, opt=3, jit=True)
 
 
 def _optimised(module: Any, machine: Any) -> Any:

@@ -1,0 +1,249 @@
+"""From names to what runs: a backend for each model and a drafter that is ready, checked before anything loads."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+import torch
+
+from foredraft.backends.base import Backend
+from foredraft.backends.checkpoint import load_checkpoint, pick_device
+from foredraft.backends.native.tensors import WEIGHTS
+from foredraft.backends.transformers import TransformersBackend
+from foredraft.checks import is_integer, require
+from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.models import ModelFiles, Notify, file_key, resolve
+from foredraft.proposers import DRAFTERS
+from foredraft.proposers.base import Drafter
+from foredraft.proposers.draft_model import DraftModel
+from foredraft.proposers.hybrid import Hybrid
+from foredraft.proposers.translation import translation_between
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    DrafterLike: TypeAlias = str | Drafter | PreTrainedModel | None
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "native", "transformers")
+_MOST_THREADS = 1024
+_WITH_HYBRID: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid}
+KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in _WITH_HYBRID.values())))
+
+
+def cache_folder() -> Path:
+    """Where fetched and converted models lie: `FOREDRAFT_CACHE`, else the platform's cache folder."""
+    override = os.environ.get("FOREDRAFT_CACHE")
+    return Path(override).expanduser() if override else platformdirs.user_cache_path("foredraft", appauthor=False)
+
+
+def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
+    """Split `name` or `name:argument`; anything that is loaded already is passed on.
+
+    Returns:
+        `(name, argument)`, or `None` for plain decoding.
+
+    Raises:
+        InvalidInputError: Unknown name (with the nearest known one), or an argument too many or too few.
+    """
+    if drafter is None or drafter == "none":
+        return None
+    if isinstance(drafter, Drafter):
+        return drafter.name, drafter
+    if isinstance(drafter, torch.nn.Module):
+        return DraftModel.name, drafter
+    if not isinstance(drafter, str):
+        kind = type(drafter).__name__
+        raise InvalidInputError(f"A drafter is a name, a transformers model or a Drafter, but this is {kind}.")
+    name, _, argument = drafter.partition(":")
+    if name == "hybrid":
+        return name, _parse_parts(argument)
+    known = ("none", *DRAFTERS)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        raise InvalidInputError(f"There is no drafter '{name}'.{hint} Known: {KNOWN_DRAFTERS}.")
+    if name == "none":
+        _refuse_argument(name, argument)
+        return None
+    usage = DRAFTERS[name].usage
+    if usage == name:
+        _refuse_argument(name, argument)
+    elif "[" not in usage and not argument:
+        raise InvalidInputError(f"Drafter '{name}' needs more: draft:REF with a model, early_exit:L with a number.")
+    return name, argument
+
+
+def _refuse_argument(name: str, argument: str) -> None:
+    if argument:
+        raise InvalidInputError(f"Drafter '{name}' takes no argument, but was given '{argument}'.")
+
+
+def check_memory(folder: str | Path, choice: tuple[str, Any] | None) -> Path:
+    """The folder, if what `parse_drafter` chose can keep there what it learns.
+
+    Raises:
+        UnsupportedError: It learns nothing; the message names those that do.
+        InvalidInputError: The path is that of a file.
+    """
+    name, argument = choice or ("none", None)
+    if not (argument.learns if isinstance(argument, Drafter) else name != "none" and _WITH_HYBRID[name].learns):
+        *others, last = (drafter.usage for drafter in _WITH_HYBRID.values() if drafter.learns)
+        raise UnsupportedError(
+            f"Drafter '{name}' learns nothing that a memory could keep. Use {', '.join(others)} or {last}."
+        )
+    folder = Path(folder).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInputError(f"The memory {folder} is a file, but must be a folder, or a name for a new one.")
+    return folder
+
+
+def _parse_parts(argument: str) -> list[tuple[str, Any]]:
+    parts = [parse_drafter(part) for part in argument.split("+")]
+    found = [part for part in parts if part is not None and part[0] != "hybrid"]
+    names = [name for name, _ in found]
+    if len(found) < max(2, len(parts)) or len(set(names)) < len(names):
+        raise InvalidInputError(
+            f"Drafter 'hybrid:{argument}' must join two or more different drafters, such as hybrid:ngram+recycling."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """Which backend runs the models, and how; `load` documents the values.
+
+    Raises:
+        InvalidInputError: An unknown value, or values that no backend takes together.
+    """
+
+    backend: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    weights: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require("backend", self.backend, self.backend in BACKENDS, f"one of {', '.join(BACKENDS)}")
+        require("weights", self.weights, self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
+        good = self.threads is None or (is_integer(self.threads) and 1 <= self.threads <= _MOST_THREADS)
+        require("threads", self.threads, good, f"an integer in [1, {_MOST_THREADS}]")
+        reason = self.not_native
+        if reason is not None and (self.weights != "auto" or self.threads is not None or self.backend == "native"):
+            wanted = "weights and threads belong to" if self.backend != "native" else "you asked for"
+            raise InvalidInputError(f"The native backend, which {wanted}, cannot be taken: {reason}.")
+
+    @property
+    def not_native(self) -> str | None:
+        """Why the native backend is out of the question whatever the model; `None` if it is not."""
+        if self.backend == "transformers":
+            return "backend is 'transformers'"
+        if pick_device(self.device).type != "cpu":
+            return "it runs on a CPU, and the device is not one (device='cpu' takes the CPU)"
+        return "dtype belongs to the transformers backend (use weights instead)" if self.dtype != "auto" else None
+
+
+class Loader:
+    """Loads targets and draft models alike; `load` documents the arguments."""
+
+    def __init__(
+        self,
+        cache: str | Path | None = None,
+        engine: EngineChoice | None = None,
+        notify: Notify = lambda _: None,
+    ) -> None:
+        self._cache = Path(cache) if cache is not None else cache_folder()
+        self._engine = engine or EngineChoice()
+        self._notify = notify
+
+    def model(self, reference: str) -> tuple[Backend, PreTrainedTokenizerBase, ModelFiles]:
+        """The model that a reference names, its tokenizer, and where it lies."""
+        files = resolve(reference, self._cache, self._notify)
+        self._notify(f"Loading {reference}")
+        reason = self._engine.not_native
+        if reason is None:
+            try:
+                return *self._native(files), files
+            except UnsupportedError as error:
+                if self._engine.backend == "native" or self._engine.weights != "auto":
+                    raise
+                reason = str(error)
+        logger.info("Backend transformers for %s: %s", reference, reason)
+        converted = self._cache / "converted" / file_key(files.path) if files.is_gguf else None
+        device, dtype = self._engine.device, self._engine.dtype
+        model, tokenizer = load_checkpoint(files.path, device=device, dtype=dtype, converted=converted)
+        return TransformersBackend(model, vocabulary_size(tokenizer)), tokenizer, files
+
+    def backend_of(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Backend:
+        """A transformers model that is loaded already, on the native backend only where that was asked for."""
+        if self._engine.backend != "native":
+            return TransformersBackend(model, vocabulary_size(tokenizer))
+        from foredraft.backends.native.backend import NativeBackend  # numba takes a while, and not all need it
+        from foredraft.backends.native.reading import weights_of_model
+
+        weights = weights_of_model(model, self._engine.weights)
+        return NativeBackend(weights, vocabulary_size(tokenizer), threads=self._engine.threads)
+
+    def _native(self, files: ModelFiles) -> tuple[Backend, PreTrainedTokenizerBase]:
+        from foredraft.backends.native.backend import NativeBackend
+        from foredraft.backends.native.reading import read_native
+
+        read = read_native(files.path, weights=self._engine.weights, cache=self._cache, notify=self._notify)
+        size, threads = vocabulary_size(read.tokenizer), self._engine.threads
+        backend = NativeBackend(read.weights, size, threads=threads, kernels=self._cache / "kernels")
+        self._notify(f"Preparing {files.reference} (what must be compiled for this machine is kept)")
+        backend.prefill(backend.new_cache(), [0])
+        team = f"{backend.team.threads} thread{'s' if backend.team.threads > 1 else ''}"
+        megabytes = read.weights.bytes_per_token / 1e6
+        logger.info("Backend native for %s: %s, %.0f MB of weights a forward", files.reference, team, megabytes)
+        return backend, read.tokenizer
+
+    def drafter(
+        self, choice: tuple[str, Any] | None, target: Backend, tokenizer: PreTrainedTokenizerBase | None
+    ) -> Drafter | None:
+        """What `parse_drafter` chose, ready to draft for `target`; a draft model is loaded and compared with it."""
+        if choice is None:
+            return None
+        name, argument = choice
+        if isinstance(argument, Drafter):
+            return argument
+        if name == "hybrid":
+            parts = [self.drafter(part, target, tokenizer) for part in argument]
+            return Hybrid([part for part in parts if part is not None])
+        if name != DraftModel.name:
+            return DRAFTERS[name].for_target(target, argument)
+        translation = None
+        if isinstance(argument, str):
+            draft, draft_tokenizer, _ = self.model(argument)
+            rows = draft.embedding_rows
+            sizes = target.vocab_size, draft.vocab_size
+            assert tokenizer is not None
+            translation = translation_between(tokenizer, draft_tokenizer, sizes, rows)
+        else:
+            draft = TransformersBackend(argument)
+            if draft.vocab_size < target.vocab_size:
+                raise UnsupportedError(
+                    f"The draft model has {draft.vocab_size} token ids and the target {target.vocab_size}: "
+                    "use a draft model with the target's vocabulary."
+                )
+        return DraftModel(draft, target.vocab_size, stop_tokens(target, tokenizer), translation)
+
+
+def stop_tokens(backend: Backend, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """The ids that end an answer: the tokenizer's own and those of the model's generation settings."""
+    own: Any = tokenizer.eos_token_id if tokenizer is not None else None
+    return backend.stop_tokens | ({int(own)} if own is not None else set())
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id that has a token."""
+    return max(tokenizer.get_vocab().values()) + 1
