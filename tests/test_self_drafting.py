@@ -142,6 +142,12 @@ def backend(settled: Any) -> TransformersBackend:
     return TransformersBackend(settled)
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def target(request: pytest.FixtureRequest, settled: Any) -> Backend:
+    """Each backend over it."""
+    return BACKENDS[request.param](settled)
+
+
 def random_ids(count: int, dice: random.Random) -> list[int]:
     return [dice.randrange(VOCABULARY) for _ in range(count)]
 
@@ -274,7 +280,7 @@ def test_control_a_first_layer_that_keeps_rejected_rows_is_noticed(backend: Tran
 
 
 def early_draft(
-    target: TransformersBackend, params: SamplingParams, source: RecordingSource, stops: Sequence[int] = ()
+    target: Backend, params: SamplingParams, source: RecordingSource, stops: Sequence[int] = ()
 ) -> tuple[Draft, int]:
     """A draft of up to 5 tokens after 5, 6, 7, and how many forwards it took."""
     drafting = EarlyExit(target, EXIT, stops).proposer(SamplingLaw(params, prompt_length=3), source)
@@ -285,10 +291,10 @@ def early_draft(
 
 
 def test_early_drafts_are_drawn_from_q_and_q_is_the_exits_law_under_the_requests_settings(
-    backend: TransformersBackend, settled: Any
+    target: Backend, settled: Any
 ) -> None:
     source = RecordingSource(3)
-    draft, forwards = early_draft(backend, SAMPLED, source)
+    draft, forwards = early_draft(target, SAMPLED, source)
     assert draft.is_chain and forwards == 5
     assert list(draft.tokens) == source.drawn
     for row, weights in zip(draft.q, source.weights, strict=True):
@@ -300,30 +306,30 @@ def test_early_drafts_are_drawn_from_q_and_q_is_the_exits_law_under_the_requests
         assert row is not None and torch.allclose(row, expected, atol=1e-4)
 
 
-def test_greedy_early_drafts_are_what_the_truncated_model_generates(backend: TransformersBackend, settled: Any) -> None:
+def test_greedy_early_drafts_are_what_the_truncated_model_generates(target: Backend, settled: Any) -> None:
     source = RecordingSource(0)
-    draft, _ = early_draft(backend, GREEDY, source)
+    draft, _ = early_draft(target, GREEDY, source)
     alone = generate(Engine(TransformersBackend(truncated(settled, EXIT))), [5, 6, 7], replace(GREEDY, max_tokens=5))
     assert draft.tokens == alone.ids
     assert draft.q == (None,) * 5 and source.drawn == []
 
 
-def test_early_drafting_ends_after_a_stop_token(backend: TransformersBackend) -> None:
-    drafted = early_draft(backend, GREEDY, RecordingSource(0))[0].tokens
-    shorter = early_draft(backend, GREEDY, RecordingSource(0), stops=[drafted[2]])[0].tokens
+def test_early_drafting_ends_after_a_stop_token(target: Backend) -> None:
+    drafted = early_draft(target, GREEDY, RecordingSource(0))[0].tokens
+    shorter = early_draft(target, GREEDY, RecordingSource(0), stops=[drafted[2]])[0].tokens
     assert shorter == drafted[: drafted.index(drafted[2]) + 1]
 
 
 @pytest.mark.parametrize("layers", [0, -1, LAYERS, LAYERS + 7])
-def test_exits_that_are_not_between_layers_are_refused(backend: TransformersBackend, layers: int) -> None:
+def test_exits_that_are_not_between_layers_are_refused(target: Backend, layers: int) -> None:
     with pytest.raises(InvalidInputError, match=r"after one of its layers 1 to 3 \(it has 4\): try early_exit:1"):
-        EarlyExit(backend, layers)
+        EarlyExit(target, layers)
 
 
 # Equal to plain decoding, whoever drafts
 
 
-def self_drafters(target: TransformersBackend) -> dict[str, Drafter]:
+def self_drafters(target: Backend) -> dict[str, Drafter]:
     model = target.sublayers().fingerprint
     return {
         "early_exit": EarlyExit(target, EXIT),
@@ -333,30 +339,31 @@ def self_drafters(target: TransformersBackend) -> dict[str, Drafter]:
 
 
 @pytest.mark.parametrize("name", ["early_exit", "layer_skip", "self_quant"])
-def test_greedy_and_seed_exact_output_equal_plain_decoding(backend: TransformersBackend, name: str) -> None:
+def test_greedy_and_seed_exact_output_equal_plain_decoding(target: Backend, name: str) -> None:
     sampled = [
         Request(prompt, replace(SAMPLED, seed=seed, temperature=temperature))
         for seed, (prompt, temperature) in enumerate(itertools.product(PROMPTS, (0.3, 1.0)))
     ]
     requests = [*(Request(prompt, GREEDY) for prompt in PROMPTS), *sampled]
-    drafter = self_drafters(backend)[name]
-    completions = complete(Engine(backend, drafter, rule="seed-exact"), *requests)
-    plain = complete(Engine(backend), *requests)
+    drafter = self_drafters(target)[name]
+    completions = complete(Engine(target, drafter, rule="seed-exact"), *requests)
+    plain = complete(Engine(target), *requests)
     assert [c.ids for c in completions] == [c.ids for c in plain]
     drafted, accepted = (sum(getattr(c.stats, figure) for c in completions) for figure in ("drafted", "accepted"))
     assert 0.2 * drafted < accepted < drafted
 
 
 @pytest.mark.parametrize("name", ["early_exit", "layer_skip", "self_quant"])
-def test_a_sampled_request_is_drafted_with_q_and_block_verification(backend: TransformersBackend, name: str) -> None:
-    completion = generate(Engine(backend, self_drafters(backend)[name]), [1, 2, 3], replace(SAMPLED, seed=1))
+def test_a_sampled_request_is_drafted_with_q_and_block_verification(target: Backend, name: str) -> None:
+    completion = generate(Engine(target, self_drafters(target)[name]), [1, 2, 3], replace(SAMPLED, seed=1))
     assert completion.stats.rule == "block"
     assert completion.stats.accepted > 0
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["early_exit", "layer_skip", "self_quant"])
-def test_answers_go_on_to_the_very_end_of_the_context(name: str) -> None:
-    target = TransformersBackend(tiny_llama(seed=5, layers=LAYERS, context=24))
+def test_answers_go_on_to_the_very_end_of_the_context(name: str, backend: str) -> None:
+    target = BACKENDS[backend](tiny_llama(seed=5, layers=LAYERS, context=24))
     long = replace(GREEDY, max_tokens=100)
     answer = generate(Engine(target, self_drafters(target)[name]), [1, 2, 3], long)
     assert answer.ids == generate(Engine(target), [1, 2, 3], long).ids and len(answer.ids) == 21
@@ -466,10 +473,10 @@ def test_default_set_is_every_other_attention_of_the_middle(layers: int, skipped
     ],
 )
 def test_sets_that_do_not_fit_the_model_are_refused(
-    backend: TransformersBackend, attention: tuple[int, ...], mlp: tuple[int, ...], says: str
+    target: Backend, attention: tuple[int, ...], mlp: tuple[int, ...], says: str
 ) -> None:
     with pytest.raises(InvalidInputError, match=says):
-        LayerSkip(backend, SkipSet(backend.sublayers().fingerprint, attention, mlp))
+        LayerSkip(target, SkipSet(target.sublayers().fingerprint, attention, mlp))
 
 
 def test_a_model_of_one_layer_has_no_default_set() -> None:
