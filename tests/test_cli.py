@@ -727,15 +727,17 @@ def test_the_program_runs_as_a_module(tiny_folder: Path, answer: Completion, tmp
     assert "Warning" not in done.stderr
 
 
-def test_tune_skip_writes_a_set_that_layer_skip_loads(
-    run: Run, generate: Run, tiny_folder: Path, tmp_path: Path
+@pytest.mark.parametrize(("searched", "run_on"), [("native", "transformers"), ("transformers", "native")])
+def test_tune_skip_writes_a_set_that_layer_skip_loads_on_every_backend(
+    run: Run, generate: Run, tiny_folder: Path, tmp_path: Path, searched: str, run_on: str
 ) -> None:
     texts, out = tmp_path / "prompts.txt", tmp_path / "set.json"
     texts.write_text("hello\nthe end\n", encoding="utf-8")
     options = ("--out", str(out), "--max-tokens", "8", "--steps", "6")
-    result = run("tune-skip", str(tiny_folder), str(texts), *options)
+    result = run("tune-skip", str(tiny_folder), str(texts), *options, "--backend", searched)
     assert result.status == 0 and "of the weights" in result.out
-    assert generate("--drafter", f"layer_skip:{out}", "--compare").status == 0
+    for backend in (searched, run_on):
+        assert generate("--drafter", f"layer_skip:{out}", "--compare", "--backend", backend).status == 0
 
 
 def test_the_help_names_every_drafter_and_rule(run: Run) -> None:

@@ -115,9 +115,7 @@ class Backend(ABC):
         raise self._cannot("layer_skip", "to leave out sublayers")
 
     def without(self, attention: Collection[int], mlp: Collection[int]) -> Backend:
-        """A backend over the same weights that leaves out the attention and the MLP of these layers.
-
-        Its caches are its own, and it and this one must not run at the same time.
+        """A backend with caches of its own over the same weights, less the attention and the MLP of these layers.
 
         Args:
             attention: Layers, counted from 0; at least one must keep its attention.
@@ -129,9 +127,7 @@ class Backend(ABC):
         raise self._cannot("layer_skip", "to leave out sublayers")
 
     def quantized(self) -> Backend:
-        """A backend over a copy of the weights in 8 bits, which shares all that it need not copy.
-
-        Its caches are its own, and it and this one must not run at the same time.
+        """A backend with caches of its own over an 8-bit copy of the weights; what need not be copied is shared.
 
         Raises:
             UnsupportedError: There can be none on this backend or of this model, or it would gain nothing.
