@@ -386,6 +386,17 @@ def test_facts_of_a_folder_that_another_backend_runs(folder: Path) -> None:
         inspect_model(ModelFiles("it", folder))
 
 
+def test_tensors_by_other_names_are_left_to_the_other_backend(folder: Path) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(folder, rename)
+    assert "it holds tensors that no model of type 'llama' has, such as 'embed_tokens.weight'" in str(refuses(folder))
+    with pytest.raises(ModelError, match=r"Cannot read the model .*nowhere"):
+        read_native(folder / "nowhere")
+
+
 def test_frequencies_that_old_checkpoints_hold_are_left_alone(folder: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(folder, lambda tensors: tensors.update({name: torch.ones(4)}))

@@ -51,9 +51,9 @@ def read_native(
         InvalidInputError: Unknown `weights`.
     """
     require("weights", weights, weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
-    folder = None if cache is None or path.is_dir() else cache / "native" / file_key(path)
     opened = open_native(path)
     with readable(path):
+        folder = None if cache is None or path.is_dir() else cache / "native" / file_key(path)
         tensors = with_kernels(opened.tensors, folder, notify) if weights == "auto" else opened.tensors
         read = build(opened.config, tensors, weights=weights, stop_tokens=opened.stop_tokens)
         return NativeModel(read, _folder_tokenizer(path) if path.is_dir() else tokenizer_of(path, folder))

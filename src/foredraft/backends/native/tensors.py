@@ -89,17 +89,17 @@ def check(config: PreTrainedConfig, tensors: Tensors) -> dict[str, tuple[int, ..
         linears = {name: shape for name, shape in shapes.items() if len(shape) == 2}
         biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in linears.items()}
         shapes |= {name: shape for name, shape in biases.items() if name in names}
-    missing = [tensors.own_name(name) for name in shapes if name not in names]
-    if missing:
-        raise ModelError(
-            f"{tensors.where} lacks {len(missing)} of its tensors, such as '{missing[0]}': it is incomplete."
-        )
     spare = (*_HEADLESS, *(name for name in names if name.endswith("rotary_emb.inv_freq")))
     unknown = [name for name in names if name not in shapes and name not in spare]
     if unknown:
         named = tensors.own_name(unknown[0])
         raise families.NotNativeError(
             tensors.where, f"it holds tensors that no model of type '{config.model_type}' has, such as '{named}'"
+        )
+    missing = [tensors.own_name(name) for name in shapes if name not in names]
+    if missing:
+        raise ModelError(
+            f"{tensors.where} lacks {len(missing)} of its tensors, such as '{missing[0]}': it is incomplete."
         )
     for name, shape in shapes.items():
         _, found = tensors.kind(name)
