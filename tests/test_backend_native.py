@@ -376,7 +376,7 @@ def test_early_exit_of_other_tokens_than_are_verified_is_forgotten() -> None:
 
 def test_an_early_exit_that_is_no_layer_is_refused() -> None:
     backend = native(tiny_llama(1), threads=1)
-    with pytest.raises(InvalidInputError, match=r"Early exit after 2 layers, but the model has 2.* in \[1, 1\]"):
+    with pytest.raises(InvalidInputError, match=r"after one of its layers 1 to 1 \(it has 2\): try early_exit:1"):
         backend.refuse_early_exit(2)
 
 

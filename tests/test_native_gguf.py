@@ -18,8 +18,9 @@ from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import save_file
 
 from decoders import MODELS, ROTATIONS, SHAPE, SIZES, assert_holds, matrices, model_of
+from foredraft.backends import partial
 from foredraft.backends.checkpoint import load_checkpoint
-from foredraft.backends.native import kept
+from foredraft.backends.native import kept, twins
 from foredraft.backends.native.gguf_file import GgufFile
 from foredraft.backends.native.reading import read_native, weights_of_model
 from foredraft.errors import ModelError, UnsupportedError
@@ -100,6 +101,7 @@ def test_every_type_holds_what_transformers_makes_of_it(
     assert {matrix.format for matrix in matrices(read)} == {KERNELS.get(kind, "bf16")}
     assert_holds(read, theirs, exactly if kind in KERNELS else as_bfloat16)
     assert_holds(read_native(file, weights="f32").weights, theirs)
+    assert twins.sublayers(read).fingerprint == partial.sublayers(theirs).fingerprint
     notice = f"Converting tensors whose types have no kernel to bf16: 9 of type {kind}"
     assert told == ([] if kind in KERNELS else [notice])
 

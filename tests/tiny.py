@@ -6,12 +6,16 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft.backends.base import Backend, KVCache, Query
+from foredraft.backends.native.backend import NativeBackend
+from foredraft.backends.native.reading import weights_of_model
+from foredraft.backends.native.weights import Layer, Linear, Matrix, Weights
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.generation import Request
@@ -72,6 +76,33 @@ def perturbed(model: Any, noise: float, seed: int = 0) -> Any:
             if weight.dim() > 1:
                 weight += noise * weight.std() * torch.randn(weight.shape, generator=generator).to(weight.device)
     return other
+
+
+def native(model: Any) -> NativeBackend:
+    """The CPU engine over a tiny model; it shares its weights."""
+    return NativeBackend(weights_of_model(model), threads=1)
+
+
+BACKENDS: dict[str, Callable[[Any], Backend]] = {"transformers": TransformersBackend, "native": native}
+"""How each backend is made over a tiny model."""
+
+
+def perturbed_weights(weights: Weights, noise: float, seed: int = 0) -> Weights:
+    """The same of the native engine's weights. What pads them stays zero."""
+    generator = np.random.default_rng(seed)
+
+    def wrong(matrix: Matrix) -> Matrix:
+        floats = matrix.floats()
+        noisy = floats + noise * floats.std() * generator.standard_normal(floats.shape) * (floats != 0)
+        return Matrix.from_floats(noisy.astype(np.float32), matrix.format)
+
+    def wrong_layer(layer: Layer) -> Layer:
+        parts = {name: part for name, part in layer._asdict().items() if isinstance(part, Linear)}
+        others: dict[str, Any] = {name: Linear(wrong(part.weight), part.bias) for name, part in parts.items()}
+        return layer._replace(**others)
+
+    layers = tuple(wrong_layer(layer) for layer in weights.layers)
+    return weights._replace(embedding=wrong(weights.embedding), layers=layers, head=wrong(weights.head))
 
 
 def tiny_tokenizer() -> Any:
@@ -179,11 +210,17 @@ class _OracleProposer(Proposer):
         return Draft.chain(self._known[len(tokens) : len(tokens) + budget])
 
 
-def _perturbed_draft(target: TransformersBackend, noise: float) -> Drafter:
-    return DraftModel(TransformersBackend(perturbed(target.model, noise)), target.vocab_size)
+def _perturbed_draft(target: Backend, noise: float) -> Drafter:
+    wrong: Backend
+    if isinstance(target, NativeBackend):
+        wrong = NativeBackend(perturbed_weights(target.weights, noise), threads=1)
+    else:
+        assert isinstance(target, TransformersBackend)
+        wrong = TransformersBackend(perturbed(target.model, noise))
+    return DraftModel(wrong, target.vocab_size)
 
 
-DRAFTER_MAKERS: dict[str, Callable[[TransformersBackend, float], Drafter]] = {
+DRAFTER_MAKERS: dict[str, Callable[[Backend, float], Drafter]] = {
     "ngram": lambda target, noise: NGram(),
     "suffix": lambda target, noise: Suffix.for_target(target),
     "recycling": lambda target, noise: Recycling.for_target(target),
@@ -193,10 +230,10 @@ DRAFTER_MAKERS: dict[str, Callable[[TransformersBackend, float], Drafter]] = {
     "layer_skip": lambda target, noise: LayerSkip(target),
     "self_quant": lambda target, noise: SelfQuantized(target),
 }
-"""How the tests make each drafter of the registry for a target; a trained one is as wrong as `noise` makes it."""
+"""How the tests make each drafter of the registry for a target; a draft model is as wrong as `noise` makes it."""
 
 
-def drafter_over(target: TransformersBackend, name: str, noise: float = 0.1) -> Drafter | None:
+def drafter_over(target: Backend, name: str, noise: float = 0.1) -> Drafter | None:
     """A drafter by name; `none` is plain decoding."""
     return None if name == "none" else DRAFTER_MAKERS[name](target, noise)
 

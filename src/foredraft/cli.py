@@ -313,16 +313,14 @@ def tune_skip(
     with progress() as notify:
         options = _engine(backend, weights, threads, device, dtype)
         loaded = _load(model, "suffix", notify, verbose=False, **options)
-        from foredraft.backends.transformers import TransformersBackend
         from foredraft.proposers.skip_search import search_skip_set
 
-        assert isinstance(loaded.backend, TransformersBackend)
         notify("Answering the prompts")
         params = SamplingParams(max_tokens=max_tokens)
         ids = [loaded.encode(prompt) for prompt in prompts]
         answered = [[*prompt, *loaded.generate(prompt, params).ids] for prompt in ids]
         notify("Searching")
-        found = search_skip_set(loaded.backend.model, answered, steps=steps, seconds=seconds, notify=notify)
+        found = search_skip_set(loaded.backend, answered, steps=steps, seconds=seconds, notify=notify)
     found.write(out)
     typer.echo(
         f"{out}: without attention {list(found.attention)} and MLP {list(found.mlp)} drafts read {found.share:.0%} of "

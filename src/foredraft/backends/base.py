@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-from foredraft.errors import UnsupportedError
+from foredraft.backends.sublayers import Sublayers
+from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.types import Draft
+
+USE_INSTEAD = "Use 'suffix', 'recycling', 'ngram' or 'draft:REF'."
+"""What drafts where a backend or a model cannot do what a drafter needs."""
 
 
 class KVCache(ABC):
@@ -93,10 +97,7 @@ class Backend(ABC):
             UnsupportedError: Not on this backend, or not with this model.
             InvalidInputError: The model does not have more layers than that.
         """
-        raise UnsupportedError(
-            f"Drafter 'early_exit' needs to stop between layers, which backend '{self.name}' cannot. "
-            "Use 'suffix', 'recycling', 'ngram' or 'draft:REF'."
-        )
+        raise self._cannot("early_exit", "to stop between layers")
 
     def early_logits(self, query: Query, layers: int) -> Tensor:
         """Logits `[1, V]` after the last token of the root and a chain, by the first `layers` layers and the head.
@@ -104,3 +105,47 @@ class Backend(ABC):
         Of tokens that were given in the call before, nothing is computed again.
         """
         raise NotImplementedError(f"backend '{self.name}' has no early exit")
+
+    def sublayers(self) -> Sublayers:
+        """The sublayers that `without` can leave out.
+
+        Raises:
+            UnsupportedError: None can be, on this backend or of this model.
+        """
+        raise self._cannot("layer_skip", "to leave out sublayers")
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> Backend:
+        """A backend over the same weights that leaves out the attention and the MLP of these layers.
+
+        Its caches are its own, and it and this one must not run at the same time.
+
+        Args:
+            attention: Layers, counted from 0; at least one must keep its attention.
+            mlp: Layers.
+
+        Raises:
+            UnsupportedError: As `sublayers` does.
+        """
+        raise self._cannot("layer_skip", "to leave out sublayers")
+
+    def quantized(self) -> Backend:
+        """A backend over a copy of the weights in 8 bits, which shares all that it need not copy.
+
+        Its caches are its own, and it and this one must not run at the same time.
+
+        Raises:
+            UnsupportedError: There can be none on this backend or of this model, or it would gain nothing.
+        """
+        raise self._cannot("self_quant", "to hold the weights in 8 bits as well")
+
+    def _cannot(self, drafter: str, what: str) -> UnsupportedError:
+        return UnsupportedError(f"Drafter '{drafter}' needs {what}, which backend '{self.name}' cannot. {USE_INSTEAD}")
+
+
+def require_inner_layer(layers: int, count: int) -> None:
+    """Raise `InvalidInputError` unless a model of `count` layers can be left early after the first `layers`."""
+    if not 1 <= layers < count:
+        raise InvalidInputError(
+            f"Drafter 'early_exit:{layers}' must leave the model after one of its layers 1 to {count - 1} "
+            f"(it has {count}): try early_exit:{max(1, count // 3)}."
+        )

@@ -6,7 +6,7 @@ Each is run by the model's own code, so that masks, positions, scalings and caps
 from __future__ import annotations
 
 import copy
-import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.backends.base import USE_INSTEAD, require_inner_layer
+from foredraft.backends.sublayers import Sublayers, fingerprint, sample_places
+from foredraft.errors import UnsupportedError
 
 LAYERED = (
     "gemma",
@@ -32,10 +34,6 @@ LAYERED = (
 
 Their forward does nothing to given embeddings before the first layer, so it can go on from hidden states. Each is
 tested."""
-
-USE_INSTEAD = "Use 'suffix', 'recycling', 'ngram' or 'draft:REF'."
-
-_HASHED = 16  # weights of each matrix that go into a fingerprint
 
 
 def twin(module: nn.Module, parts: Mapping[str, nn.Module]) -> Any:
@@ -89,12 +87,7 @@ def split(model: Any, layers: int) -> Split:
     """
     refuse_unless_layered(model, "early_exit")
     body, prefix = model.base_model, model.base_model_prefix
-    count = len(body.layers)
-    if not 1 <= layers < count:
-        raise InvalidInputError(
-            f"Drafter 'early_exit:{layers}' must leave the model after one of its layers 1 to {count - 1} "
-            f"(it has {count}): try early_exit:{max(1, count // 3)}."
-        )
+    require_inner_layer(layers, len(body.layers))
     return Split(
         first=twin(body, {"layers": body.layers[:layers], "norm": nn.Identity()}),
         rest=twin(model, {f"{prefix}.layers": body.layers[layers:]}),
@@ -140,20 +133,30 @@ def without(model: Any, attention: Collection[int], mlp: Collection[int]) -> Any
     return twin(model, {f"{model.base_model_prefix}.layers": nn.ModuleList(kept)})
 
 
-def sublayer_sizes(model: Any) -> tuple[list[int], list[int], int]:
-    """Weights that one token is multiplied with: each layer's attention, each layer's MLP, and the head's."""
+def sublayers(model: Any) -> Sublayers:
+    """What `without` can leave out.
+
+    Raises:
+        UnsupportedError: Models of this type cannot be taken apart.
+    """
+    refuse_unless_layered(model, "layer_skip")
     layers = model.base_model.layers
-    attention, mlp = (
-        [sum(p.numel() for p in getattr(layer, name).parameters()) for layer in layers] for name in ("self_attn", "mlp")
+    matrices = [
+        _tensors(part)[0] for part in (model.get_input_embeddings(), *(layer.mlp.down_proj for layer in layers))
+    ]
+    sampled = [(tuple(weights.shape), weights[sample_places(*weights.shape)]) for weights in matrices]
+    return Sublayers(
+        fingerprint(model.config.model_type, sampled),
+        attention=tuple(_bytes(layer.self_attn) for layer in layers),
+        mlp=tuple(_bytes(layer.mlp) for layer in layers),
+        head=_tensors(model.get_output_embeddings())[0].nbytes,
     )
-    return attention, mlp, model.get_output_embeddings().weight.numel()
 
 
-def fingerprint(model: Any) -> str:
-    """16 hex digits that tell models apart by shape and weights, the same in float32 and bfloat16 on every device."""
-    digest = hashlib.sha256(model.config.model_type.encode())
-    for name, weight in model.named_parameters():
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        some = weight.detach().flatten()[:: max(1, weight.numel() // _HASHED)]
-        digest.update(some.cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Its weights, which quantised layers hold as buffers."""
+    return list(itertools.chain(module.parameters(), module.buffers()))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(module))

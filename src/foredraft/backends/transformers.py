@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from foredraft.backends.base import Backend, Capabilities, KVCache, Query
-from foredraft.backends.partial import Split, refuse_unless_layered, split
+from foredraft.backends.int8 import quantize
+from foredraft.backends.partial import Split, refuse_unless_layered, split, sublayers, without
+from foredraft.backends.sublayers import Sublayers
 from foredraft.errors import UnsupportedError
 from foredraft.tree import ancestor_mask, depths
 from foredraft.types import Draft
@@ -149,6 +151,18 @@ class TransformersBackend(Backend):
         hidden = self._first_layers(query, layers)[:, -1:]
         logits: Tensor = self._split(layers).head(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
         return logits[0, :, : self.vocab_size]
+
+    def sublayers(self) -> Sublayers:
+        """See `Backend`."""
+        return sublayers(self.model)
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> TransformersBackend:
+        """See `Backend`."""
+        return TransformersBackend(without(self.model, attention, mlp), self.vocab_size)
+
+    def quantized(self) -> TransformersBackend:
+        """See `Backend`. Only on a CPU: elsewhere unpacking the weights takes longer than reading them saves."""
+        return TransformersBackend(quantize(self.model), self.vocab_size)
 
     def _score(self, query: Query) -> Tensor:
         cache, tokens = query.cache, (query.root, *query.draft.tokens)

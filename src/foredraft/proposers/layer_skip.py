@@ -6,12 +6,10 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from foredraft.backends.base import Backend
-from foredraft.backends.partial import USE_INSTEAD, fingerprint, refuse_unless_layered, sublayer_sizes, without
-from foredraft.backends.transformers import TransformersBackend
-from foredraft.errors import InvalidInputError, ModelError, UnsupportedError
+from foredraft.backends.sublayers import Sublayers
+from foredraft.errors import InvalidInputError, ModelError
 from foredraft.pages import whole_file
 from foredraft.proposers.draft_model import DraftModel
 
@@ -24,11 +22,11 @@ class SkipSet:
     """Which sublayers of a model are left out of its drafts.
 
     Args:
-        model: Fingerprint of the model that it was made for (`partial.fingerprint`).
+        model: Fingerprint of the model that it was made for (`Sublayers.fingerprint`).
         attention: Layers without their attention, ascending.
         mlp: Layers without their MLP, ascending.
         agreement: Share of next tokens on which draft and target agreed, in [0, 1]; `None` if not measured.
-        share: Weights that a drafted token is multiplied with, as a share of the target's, in (0, 1].
+        share: Bytes of weights that are read for a drafted token, as a share of the target's, in (0, 1].
         tokens: How many next tokens were compared.
     """
 
@@ -64,7 +62,7 @@ class SkipSet:
             raise ModelError(f"Cannot write the skip set {file} ({error}): choose another place.") from error
 
     @classmethod
-    def read(cls, file: Path, model: Any) -> SkipSet:
+    def read(cls, file: Path, model: Sublayers) -> SkipSet:
         """The skip set of a file, if it was made for this model.
 
         Raises:
@@ -76,7 +74,7 @@ class SkipSet:
             raise ModelError(f"Cannot read the skip set {file} ({error}). {_REMEDY}") from error
         if not isinstance(record, dict) or (record.pop("foredraft", None), record.pop("version", None)) != _HEADER:
             raise ModelError(f"{file} is not a {_KIND} of version {_VERSION}. {_REMEDY}")
-        own = fingerprint(model)
+        own = model.fingerprint
         if record.get("model") != own:
             raise ModelError(f"{file} was made for the model {record.get('model')}, and this one is {own}. {_REMEDY}")
         try:
@@ -112,41 +110,26 @@ class LayerSkip(DraftModel):
     when_nothing_is_accepted = "the model cannot do without these sublayers: search others with 'foredraft tune-skip'"
 
     def __init__(self, target: Backend, skips: SkipSet | None = None, stop_tokens: Collection[int] = ()) -> None:
-        if not isinstance(target, TransformersBackend):
-            raise UnsupportedError(
-                f"Drafter '{self.name}' needs to leave out sublayers, which backend '{target.name}' cannot. "
-                f"{USE_INSTEAD}"
-            )
-        refuse_unless_layered(target.model, self.name)
-        self.skips = skips or default_skip_set(target.model)
-        _check(target.model, self.skips)
-        shallow = without(target.model, self.skips.attention, self.skips.mlp)
-        super().__init__(TransformersBackend(shallow, target.vocab_size), target.vocab_size, stop_tokens)
+        model = target.sublayers()
+        self.skips = skips or default_skip_set(model)
+        _check(model, self.skips)
+        shallow = target.without(self.skips.attention, self.skips.mlp)
+        super().__init__(shallow, target.vocab_size, stop_tokens)
         self.draft_tokens = self.skips.draft_tokens
 
     @classmethod
     def for_target(cls, target: Backend, argument: str = "") -> LayerSkip:
         """With the skip set of a file, or the default one."""
-        if not argument or not isinstance(target, TransformersBackend):
-            return cls(target, stop_tokens=target.stop_tokens)
-        return cls(target, SkipSet.read(Path(argument), target.model), target.stop_tokens)
+        skips = SkipSet.read(Path(argument), target.sublayers()) if argument else None
+        return cls(target, skips, target.stop_tokens)
 
 
-def default_skip_set(model: Any) -> SkipSet:
+def default_skip_set(model: Sublayers) -> SkipSet:
     """Attention of every other layer in the middle half: what large models miss least; nothing is measured."""
-    refuse_unless_layered(model, LayerSkip.name)
-    count = len(model.base_model.layers)
+    count = model.layers
     first = max(1, count // 4)
     attention = tuple(range(first, max(count - first, min(count, 2)), 2))
-    return SkipSet(fingerprint(model), attention, (), share=share_of_weights(sublayer_sizes(model), attention, ()))
-
-
-def share_of_weights(
-    sizes: tuple[list[int], list[int], int], attention: Collection[int], mlp: Collection[int]
-) -> float:
-    """What is left of `sublayer_sizes` without these, in (0, 1]."""
-    whole = sum(sizes[0]) + sum(sizes[1]) + sizes[2]
-    return 1 - (sum(sizes[0][i] for i in attention) + sum(sizes[1][i] for i in mlp)) / whole
+    return SkipSet(model.fingerprint, attention, (), share=model.share_without(attention, ()))
 
 
 def expected_speedup(agreement: float, share: float, draft_tokens: int) -> float:
@@ -161,9 +144,9 @@ def _best_draft(agreement: float, share: float) -> tuple[float, int]:
     return max((expected_speedup(agreement, share, k), k) for k in range(1, _LONGEST_DRAFT + 1))
 
 
-def _check(model: Any, skips: SkipSet) -> None:
+def _check(model: Sublayers, skips: SkipSet) -> None:
     """Raise `InvalidInputError` for a set that does not fit the model, or figures that cannot be."""
-    count = len(model.base_model.layers)
+    count = model.layers
     for name, figure in (("agreement", skips.agreement), ("share", skips.share)):
         if figure is not None and not (isinstance(figure, (int, float)) and 0 <= figure <= 1):
             raise InvalidInputError(f"Skip set: {name} is {figure!r}, but must be a number in [0, 1]")

@@ -6,14 +6,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from foredraft.backends.partial import fingerprint, refuse_unless_layered, sublayer_sizes, without
+from foredraft.backends.base import Backend, Query
 from foredraft.errors import InvalidInputError
-from foredraft.proposers.layer_skip import LayerSkip, SkipSet, share_of_weights
+from foredraft.proposers.layer_skip import SkipSet
+from foredraft.types import Draft
 
 _LONGEST_TEXT = 512  # tokens that are compared at once
 _PATIENCE = 8  # sets in a row that may be worse while the set grows
@@ -23,7 +22,7 @@ Sublayer = tuple[str, int]
 
 
 def search_skip_set(
-    model: Any,
+    target: Backend,
     texts: Sequence[Sequence[int]],
     *,
     steps: int = 200,
@@ -39,7 +38,7 @@ def search_skip_set(
     1: then leaving out sublayers does not pay with this model.
 
     Args:
-        model: A transformers model of a type in `partial.LAYERED`.
+        target: The backend of the target.
         texts: Token ids of what the model will be used on, best with its answers; some 500 or more in all.
         steps: Most sets to try, at least 1; each costs about one forward over the texts. Twice the layers are needed to
             try each sublayer once.
@@ -51,10 +50,10 @@ def search_skip_set(
         The best set that leaves something out.
 
     Raises:
-        UnsupportedError: The model is of another type.
+        UnsupportedError: Models of this type, or on this backend, cannot be taken apart.
         InvalidInputError: There is no text of two tokens, or no step is allowed.
     """
-    refuse_unless_layered(model, LayerSkip.name)
+    model = target.sublayers()
     pieces = [list(text[i : i + _LONGEST_TEXT]) for text in texts for i in range(0, len(text), _LONGEST_TEXT)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     if not pieces or steps < 1:
@@ -62,12 +61,13 @@ def search_skip_set(
             f"The search was given {len(pieces)} texts of two or more tokens and {steps} steps: it needs one at least "
             "of both."
         )
-    search = _Search(model, pieces, steps, monotonic() + seconds if seconds is not None else float("inf"), notify)
-    sublayers: list[Sublayer] = [(kind, i) for kind in ("attention", "mlp") for i in range(search.layers)]
+    search = _Search(target, pieces, steps, monotonic() + seconds if seconds is not None else float("inf"), notify)
+    sublayers: list[Sublayer] = [(kind, i) for kind in ("attention", "mlp") for i in range(model.layers)]
     dice = random.Random(seed)
     dice.shuffle(sublayers)
-    _grow(search, _rank(search, sublayers))
-    _refine(search, sublayers, dice)
+    with target.running():
+        _grow(search, _rank(search, sublayers))
+        _refine(search, sublayers, dice)
     return search.best
 
 
@@ -107,16 +107,15 @@ class _Search:
     """Measures sets against the whole model's next tokens within a budget, and remembers the best."""
 
     def __init__(
-        self, model: Any, texts: Sequence[Sequence[int]], steps: int, until: float, notify: Callable[[str], None]
+        self, target: Backend, texts: Sequence[Sequence[int]], steps: int, until: float, notify: Callable[[str], None]
     ) -> None:
-        self._model = model
+        self._target = target
         self._texts = texts
-        self._expected = [_next_tokens(model, text) for text in texts]
-        self._sizes = sublayer_sizes(model)
+        self._expected = [_next_tokens(target, text) for text in texts]
+        self._model = target.sublayers()
         self._steps, self._until, self._notify = steps, until, notify
         self._tried: dict[SkipSet, SkipSet] = {}
-        self.layers = len(model.base_model.layers)
-        self.none = SkipSet(fingerprint(model))
+        self.none = SkipSet(self._model.fingerprint)
         self.best = self.none
 
     @property
@@ -129,15 +128,15 @@ class _Search:
         skips = replace(self.none, attention=skips.attention, mlp=skips.mlp)
         if skips in self._tried:
             return self._tried[skips]
-        if self.spent or skips == self.none or len(skips.attention) == self.layers:
+        if self.spent or skips == self.none or len(skips.attention) == self._model.layers:
             return None
-        shallow = without(self._model, skips.attention, skips.mlp)
+        shallow = self._target.without(skips.attention, skips.mlp)
         right = [_next_tokens(shallow, text) == own for text, own in zip(self._texts, self._expected, strict=True)]
         total = sum(len(each) for each in right)
         found = replace(
             skips,
             agreement=sum(int(each.sum()) for each in right) / total,
-            share=share_of_weights(self._sizes, skips.attention, skips.mlp),
+            share=self._model.share_without(skips.attention, skips.mlp),
             tokens=total,
         )
         self._tried[skips] = found
@@ -150,12 +149,10 @@ class _Search:
         return found
 
 
-@torch.inference_mode()
-def _next_tokens(model: Any, text: Sequence[int]) -> Tensor:
-    """`[n]` the likeliest token after each of the text's."""
-    ids = torch.tensor([list(text)], device=model.device)
-    likeliest: Tensor = model(input_ids=ids, use_cache=False).logits[0].argmax(-1)
-    return likeliest
+def _next_tokens(backend: Backend, text: Sequence[int]) -> Tensor:
+    """`[n]` the likeliest token after each of the text's, from one forward over the text as a draft."""
+    query = Query(backend.new_cache(), text[0], Draft.chain(text[1:]))
+    return backend.forward([query])[0].argmax(-1)
 
 
 def _flip(skips: SkipSet, sublayer: Sublayer) -> SkipSet:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foredraft.backends.base import Backend, Capabilities, KVCache, Query
+from foredraft.backends.base import Backend, Capabilities, KVCache, Query, require_inner_layer
 from foredraft.backends.native.decoder import forward
 from foredraft.backends.native.kernels import Kernels
 from foredraft.backends.native.tables import (
@@ -26,7 +26,9 @@ from foredraft.backends.native.tables import (
     workspace_for,
 )
 from foredraft.backends.native.team import TORCH_THREADS, Team, physical_cores
-from foredraft.backends.native.weights import Floats, Linear, Weights
+from foredraft.backends.native.twins import in_8_bits, sublayers
+from foredraft.backends.native.weights import Floats, Weights
+from foredraft.backends.sublayers import Sublayers
 from foredraft.errors import InvalidInputError
 from foredraft.tree import depths
 from foredraft.types import Draft
@@ -164,7 +166,9 @@ class NativeBackend(Backend):
         self.context = measures.context
         self.stop_tokens = weights.stop_tokens
         self.team = Team(threads or physical_cores())
-        self._kernels = Kernels(_formats(weights), kv_format, folder=kernels)
+        self._kernels_folder = kernels
+        self._kernels = Kernels(weights.formats, kv_format, folder=kernels)
+        self._without = frozenset(without_attention), frozenset(without_mlp)
         self._tables = tables_of(weights, self._kernels, kv_format, without_attention, without_mlp)
         self._work: Workspace | None = None
         self._cos = self._sin = np.zeros((0, len(weights.inverse_frequencies)), dtype=np.float32)
@@ -247,11 +251,7 @@ class NativeBackend(Backend):
 
     def refuse_early_exit(self, layers: int) -> None:
         """See `Backend`."""
-        count = self.weights.measures.layers
-        if not 1 <= layers < count:
-            raise InvalidInputError(
-                f"Early exit after {layers} layers, but the model has {count}: give a number in [1, {count - 1}]."
-            )
+        require_inner_layer(layers, self.weights.measures.layers)
 
     def early_logits(self, query: Query, layers: int) -> Tensor:
         """See `Backend`."""
@@ -260,6 +260,32 @@ class NativeBackend(Backend):
         part = Part(query, len(query.draft.tokens), _cache(query))
         logits = self._run([part], layers, layers, scored=True, given=hidden)
         return torch.from_numpy(logits)[:, : self.vocab_size]
+
+    def sublayers(self) -> Sublayers:
+        """See `Backend`."""
+        return sublayers(self.weights)
+
+    def without(self, attention: Collection[int], mlp: Collection[int]) -> NativeBackend:
+        """See `Backend`."""
+        return self._twin(self.weights, attention, mlp)
+
+    def quantized(self) -> NativeBackend:
+        """See `Backend`."""
+        return self._twin(in_8_bits(self.weights))
+
+    def _twin(self, weights: Weights, attention: Collection[int] = (), mlp: Collection[int] = ()) -> NativeBackend:
+        """This backend over other weights or less sublayers. It shares the threads."""
+        twin = NativeBackend(
+            weights,
+            self.vocab_size,
+            threads=self.team.threads,
+            kv_format=self.kv_format,
+            without_attention=self._without[0].union(attention),
+            without_mlp=self._without[1].union(mlp),
+            kernels=self._kernels_folder,
+        )
+        twin.team = self.team
+        return twin
 
     def _early_hidden(self, query: Query, layers: int) -> Floats:
         """Residual streams `[N+1, width]` after the first layers. Only what the cache does not have is computed."""
@@ -354,9 +380,3 @@ def _shape(draft: Draft) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         seen[node] = seen[parent + 1]
         seen[node, depth[node]] = node
     return depth, seen
-
-
-def _formats(weights: Weights) -> set[str]:
-    """Formats of all its matrices."""
-    parts = [part.weight for layer in weights.layers for part in layer if isinstance(part, Linear)]
-    return {matrix.format for matrix in (weights.embedding, weights.head, *parts)}

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 BLOCK = 32
 """Weights that are stored together. The columns of every matrix are padded to a multiple of it, with zeros."""
 
+_CHUNK = 1 << 22  # weights that are converted at a time
+
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
@@ -77,7 +79,14 @@ class Matrix:
 
     def to(self, name: str) -> Matrix:
         """The same weights in another format, as near as it allows."""
-        return self if name == self.format else Matrix.from_floats(self.floats(), name)
+        if name == self.format:
+            return self
+        data = np.empty((self.rows, self.columns // BLOCK * FORMATS[name].block_bytes), dtype=np.uint8)
+        step = max(1, _CHUNK // self.columns)
+        for start in range(0, self.rows, step):  # all of it as floats may not fit beside it
+            part = slice(start, start + step)
+            data[part] = Matrix.from_floats(self[part].floats(), name).data
+        return Matrix(name, data)
 
     @classmethod
     def from_floats(cls, weights: Floats, name: str = "f32") -> Matrix:
@@ -157,7 +166,17 @@ class Weights(NamedTuple):
     """The transformers config that it was read with."""
 
     @property
+    def matrices(self) -> list[Matrix]:
+        """All that a forward reads whole: it reads a row of the embedding."""
+        parts = [part.weight for layer in self.layers for part in layer if isinstance(part, Linear)]
+        return [*parts, self.head]
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes of weights that a forward reads: all but the embedding, of which it reads a row, and the vectors."""
-        layers = sum(part.weight.data.nbytes for layer in self.layers for part in layer if isinstance(part, Linear))
-        return layers + self.head.data.nbytes
+        """Bytes of weights that a forward reads, but for a row of the embedding and the vectors."""
+        return sum(matrix.data.nbytes for matrix in self.matrices)
+
+    @property
+    def formats(self) -> set[str]:
+        """Of all its matrices."""
+        return {self.embedding.format, *(matrix.format for matrix in self.matrices)}
