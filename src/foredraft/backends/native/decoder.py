@@ -24,24 +24,17 @@ _ALIGNED = _BLOCK  # rows: no two threads write to one cache line, nor to one ve
 unpack: Any = cgutils.unpack_tuple
 
 
-def _calling(returns: Any) -> Any:
-    """A compiled function `(address, arguments)` that calls the kernel there; pointers are given as integers."""
+@intrinsic
+def _call(typing: Any, address: Any, arguments: Any) -> Any:
+    """Call the kernel at an address; pointers are given as integers."""
 
-    def call(typing: Any, address: Any, arguments: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            kinds = [context.get_value_type(kind) for kind in arguments.types]
-            result = ir.VoidType() if returns is types.void else context.get_value_type(returns)
-            kernel = builder.inttoptr(values[0], ir.FunctionType(result, kinds).as_pointer())
-            found = builder.call(kernel, unpack(builder, values[1]))
-            return context.get_dummy_value() if returns is types.void else found
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kinds = [context.get_value_type(kind) for kind in arguments.types]
+        kernel = builder.inttoptr(values[0], ir.FunctionType(ir.VoidType(), kinds).as_pointer())
+        builder.call(kernel, unpack(builder, values[1]))
+        return context.get_dummy_value()
 
-        return returns(types.int64, arguments), generate
-
-    return intrinsic(call)
-
-
-_call = _calling(types.void)
-_call_float = _calling(types.float32)
+    return types.void(types.int64, arguments), generate
 
 
 @intrinsic
@@ -269,13 +262,11 @@ def _mix(
     """
     decoder, width = tables.decoder[0], tables.decoder[0].head_width
     row_bytes, blocks = width * decoder.kv_bytes, width // _BLOCK
-    totals = np.empty(8, dtype=np.float32)
     for node in range(first, last):
         row, count = scores[node - first], committed + batch.nodes[node].ancestors
         for i in range(committed, count):
             row[i] = row[batch.ancestors[node, i - committed]]
-        address = _at(scores, node - first)
-        totals[node - first] = _call_float(decoder.softmax, (address, count, decoder.attention_scale))
+        _call(decoder.softmax, (_at(scores, node - first), count, decoder.attention_scale))
         mixed[node, column : column + width] = 0
     shared = batch.nodes[first].straight
     for node in range(first + 1, last):
@@ -294,8 +285,6 @@ def _mix(
             rows = (p, scores.shape[1], values + seen[done] * row_bytes, row_bytes, np.int64(end - done))
             _call(tables.attention[1, 1], (*rows, *target))
             done = end
-        for i in range(column, column + width):
-            mixed[node, i] /= totals[node - first]
 
 
 @compiled
