@@ -126,9 +126,8 @@ def test_softmax_of_scores_far_apart() -> None:
         scores[:50] = 300 * random_floats(3, 50)
         expected = np.exp(0.5 * (scores[:50].astype(np.float64) - scores[:50].max()))
         kernel = Kernels([], cpu=narrowed(lanes)).address("softmax")
-        total = ctypes.CFUNCTYPE(ctypes.c_float, POINTER, INTEGER, ctypes.c_float)(kernel)(scores.ctypes.data, 50, 0.5)
-        assert np.abs(scores[:50] - expected).max() < 1e-6
-        assert abs(total - expected.sum()) < 1e-5
+        ctypes.CFUNCTYPE(None, POINTER, INTEGER, ctypes.c_float)(kernel)(scores.ctypes.data, 50, 0.5)
+        assert np.abs(scores[:50] - expected / expected.sum()).max() < 1e-6
 
 
 # Kernels are kept

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
 import foredraft
@@ -26,7 +27,7 @@ from foredraft.cli import main
 from foredraft.loading import KNOWN_DRAFTERS
 from foredraft.proof.controls import CONTROLS
 from foredraft.types import Completion, FinishEvent, SamplingParams, TokenEvent
-from tiny import perturbed
+from tiny import perturbed, seeded
 
 PROMPT = "assistant\nhell"  # the template ends with the same word, so ngram has something to copy
 STATS = {
@@ -507,6 +508,30 @@ def test_models_pull_of_an_unknown_name_is_refused(run: Run) -> None:
     assert result.status == 2
     assert "no bundled model 'smollm3'; known: smollm2-135m" in result.err
     assert result.out == ""
+
+
+def test_models_show_tells_what_a_model_is(run: Run, tiny_folder: Path) -> None:
+    result = run("models", "show", str(tiny_folder))
+    assert result.status == 0
+    rows = dict(line.split(maxsplit=1) for line in result.out.splitlines() if line.strip())
+    assert (rows["architecture"].strip(), rows["context"].strip()) == ("llama", "1024 tokens")
+    assert rows["tensors"].strip().endswith(" F32") and rows["weights"].strip().endswith(" MB")
+    assert "native" in rows["backend"] and "read for a token" in result.out
+
+
+def test_models_show_tells_why_a_model_is_not_native(run: Run, tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2)
+    seeded(GPT2LMHeadModel, config).save_pretrained(tmp_path)
+    result = run("models", "show", str(tmp_path))
+    assert result.status == 0
+    assert "Not native: it does not know model type 'gpt2', only llama" in result.out
+    report = json.loads(run("models", "show", str(tmp_path), "--json").out)
+    assert (report["architecture"], report["backend"]) == ("gpt2", "transformers")
+    assert report["tensors"].keys() == {"F32"} and report["bytes_per_token"] is None
+
+
+def test_models_show_of_what_is_not_there_is_refused(run: Run) -> None:
+    refused(run("models", "show", "nonsense"), "There is no model 'nonsense'")
 
 
 # What is refused

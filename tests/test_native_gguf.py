@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import save_file
 
 from decoders import MODELS, ROTATIONS, SHAPE, SIZES, assert_holds, matrices, model_of
@@ -24,8 +24,9 @@ from foredraft.backends.native import kept, twins
 from foredraft.backends.native.gguf_file import GgufFile
 from foredraft.backends.native.reading import read_native, weights_of_model
 from foredraft.errors import ModelError, UnsupportedError
+from foredraft.inspection import inspect_model
 from foredraft.loading import cache_folder
-from foredraft.models import BUNDLED, fetch_bundled, file_key
+from foredraft.models import BUNDLED, ModelFiles, fetch_bundled, file_key
 from gguf_files import write_gguf
 
 
@@ -248,8 +249,11 @@ GGUF_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "keys of another length": ("its keys and values differ in length", {"attention__value_length": 16}),
     "heads rotated in part": ("only 16 of 32 weights of its heads", {"rope__dimension_count": 16}),
     "another scaling": ("scaled by 'longrope'", {"rope__scaling__type": "longrope", "rope__scaling__factor": 2.0}),
-    "more tensors": ("1 tensors that .* such as 'blk.0.twist.weight'", {"extra": {"blk.0.twist.weight": np.ones(3)}}),
-    "integers": ("'blk.0.x' of .* is of type I8, which cannot be read", {"extra": {"blk.0.x": np.ones(3, np.int8)}}),
+    "more tensors": (
+        "it holds tensors that no model of type 'llama' has, such as 'blk.0.twist.weight'",
+        {"extra": {"blk.0.twist.weight": np.ones(3)}},
+    ),
+    "integers": ("its tensor 'blk.0.x' is of type I8, which is not known", {"extra": {"blk.0.x": np.ones(3, np.int8)}}),
 }
 
 
@@ -338,6 +342,20 @@ def test_what_is_no_gguf_file_is_told_by_its_beginning(start: bytes, reason: str
     with pytest.raises(ModelError, match=reason) as caught:
         read_native(file)
     assert str(file) in str(caught.value)
+
+
+def test_facts_of_a_gguf_file(wide: Callable[..., Path]) -> None:
+    file = wide({"ffn_down": "Q6_K", "blk": "Q4_1"})
+    facts, read = inspect_model(ModelFiles("it", file)), read_native(file).weights
+    assert (facts.architecture, facts.context) == ("llama", 128)
+    assert facts.tensors == {"Q4_1": 6, "F32": 5, "Q6_K": 1}
+    assert facts.bytes == sum(tensor.n_bytes for tensor in GGUFReader(file).tensors)
+    assert facts.parameters == sum(tensor.n_elements for tensor in GGUFReader(file).tensors)
+    assert facts.bytes_per_token == read.bytes_per_token
+    assert (facts.backend, facts.not_native) == ("native", None)
+    other = inspect_model(ModelFiles("it", wide({}, expert_count=4)))
+    assert (other.backend, other.not_native) == ("transformers", "its 'llama.expert_count' is 4")
+    assert other.bytes_per_token is None and other.context == 128
 
 
 @pytest.mark.real_model

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,9 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from decoders import FAMILY, ROTATIONS, SHAPE, SIZES, assert_holds, config_of, matrices, model_of
 from foredraft.backends.native import families
-from foredraft.backends.native.reading import read_native, weights_of_model
+from foredraft.backends.native.reading import read_native, refuses, refuses_model, weights_of_model
 from foredraft.errors import InvalidInputError, ModelError, UnsupportedError
-from tiny import tiny_llama
+from foredraft.inspection import inspect_model
+from foredraft.models import ModelFiles
+from tiny import seeded, tiny_llama
 
 # A model that is loaded already
 
@@ -172,13 +176,23 @@ def test_what_is_not_supported_is_named(case: str) -> None:
     with pytest.raises(UnsupportedError, match=reason) as caught:
         families.measures(config())
     assert "The native backend does not run this model: " in str(caught.value)
-    assert 'Use --backend transformers (backend="transformers" in Python).' in str(caught.value)
+    assert "Use --backend transformers (backend='transformers')." in str(caught.value)
     assert str(families.refuses(config())) in str(caught.value)
 
 
 @FAMILY
 def test_what_is_supported_is_not_refused(family: str) -> None:
     assert families.refuses(config_of(family, SIZES)) is None
+    assert refuses_model(model_of(family)) is None
+
+
+def test_a_live_model_that_is_wrapped_is_refused_with_the_tensor() -> None:
+    model = model_of("llama")
+    wrapped = types.SimpleNamespace(config=model.config, state_dict=lambda: {"base.model.norm.weight": torch.ones(64)})
+    assert "its tensors are not as usual (the model has 1 tensors" in str(refuses_model(cast(Any, wrapped)))
+    assert families.refuses(model.config) is None
+    other = seeded(transformers.GPT2LMHeadModel, transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2), 0)
+    assert "does not know model type 'gpt2'" in str(refuses_model(other))
 
 
 @pytest.mark.parametrize(
@@ -197,18 +211,16 @@ def test_a_window_that_never_closes_is_none(config: Any) -> None:
 def test_a_model_with_more_tensors_than_its_kind_has_is_refused() -> None:
     model = model_of("llama")
     model.model.layers[1].self_attn.extra = torch.nn.Linear(3, 3, bias=False)
-    with pytest.raises(
-        UnsupportedError, match=r"1 tensors that .* such as 'model\.layers\.1\.self_attn\.extra\.weight"
-    ):
+    reason = "it holds tensors that no model of type 'llama' has, such as 'model.layers.1.self_attn.extra.weight'"
+    with pytest.raises(UnsupportedError, match=re.escape(f"does not run the model: {reason}. Use --backend")):
         weights_of_model(model)
+    assert refuses_model(model) == reason
 
 
 def test_weights_that_are_no_floats_are_refused() -> None:
     model = model_of("llama")
     model.model.norm.weight = torch.nn.Parameter(torch.ones(64, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(
-        UnsupportedError, match=r"'model\.norm\.weight' of The model is of type int8, but must be one of"
-    ):
+    with pytest.raises(UnsupportedError, match=r"'model\.norm\.weight' is of type int8, and no float32, bfloat16"):
         weights_of_model(model)
 
 
@@ -341,6 +353,48 @@ def test_a_quantised_checkpoint_is_refused_by_its_method(folder: Path) -> None:
     reconfigure(folder, quantization_config={"quant_method": "awq", "bits": 4})
     with pytest.raises(UnsupportedError, match="quantised by 'awq'"):
         read_native(folder)
+    assert "quantised by 'awq'" in str(refuses(folder))
+
+
+def test_a_folder_that_is_supported_is_not_refused_and_a_damaged_one_is_told(folder: Path) -> None:
+    assert refuses(folder) is None
+    cut(folder, 0.5)
+    with pytest.raises(ModelError, match="may be cut short"):
+        refuses(folder)
+
+
+def test_facts_of_a_folder(folder: Path) -> None:
+    model = model_of("llama", num_attention_heads=2, tie_word_embeddings=True).bfloat16()
+    model.save_pretrained(folder)
+    facts, read = inspect_model(ModelFiles("it", folder)), read_native(folder).weights
+    assert (facts.model, facts.path, facts.architecture, facts.context) == ("it", str(folder), "llama", 128)
+    assert facts.parameters == sum(weight.numel() for weight in model.parameters())
+    assert facts.tensors == {"BF16": len(list(model.parameters()))}
+    assert facts.bytes == 2 * facts.parameters
+    assert facts.bytes_per_token == read.bytes_per_token
+    assert (facts.backend, facts.not_native) == ("native", None)
+
+
+def test_facts_of_a_folder_that_another_backend_runs(folder: Path) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, n_positions=77)
+    seeded(transformers.GPT2LMHeadModel, config, 0).save_pretrained(folder)
+    facts = inspect_model(ModelFiles("it", folder))
+    assert (facts.architecture, facts.context, facts.bytes_per_token) == ("gpt2", 77, None)
+    assert facts.backend == "transformers" and "does not know model type 'gpt2'" in str(facts.not_native)
+    cut(folder, 0.5)
+    with pytest.raises(ModelError, match="may be cut short"):
+        inspect_model(ModelFiles("it", folder))
+
+
+def test_tensors_by_other_names_are_left_to_the_other_backend(folder: Path) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(folder, rename)
+    assert "it holds tensors that no model of type 'llama' has, such as 'embed_tokens.weight'" in str(refuses(folder))
+    with pytest.raises(ModelError, match=r"Cannot read the model .*nowhere"):
+        read_native(folder / "nowhere")
 
 
 def test_frequencies_that_old_checkpoints_hold_are_left_alone(folder: Path) -> None:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from foredraft import __version__
 from foredraft.errors import ForedraftError, InvalidInputError
-from foredraft.terminal import SAME_TEXT, progress, show_certificate, show_figures, stream
+from foredraft.terminal import SAME_TEXT, progress, show_certificate, show_figures, show_model, stream
 from foredraft.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-models_app = typer.Typer(help="List the bundled models, or fetch one.", invoke_without_command=True)
+models_app = typer.Typer(
+    help="List the bundled models, fetch one, or show what a model is.", invoke_without_command=True
+)
 app.add_typer(models_app, name="models")
 
 # Arguments and options that several commands have.
@@ -182,7 +184,8 @@ def generate(
         if compare:
             notify("Warming up")
             for each in (loaded, loaded.plain()):
-                each.generate(text, SamplingParams(max_tokens=4, ignore_eos=True), chat=chat)
+                # Not with the prompt itself: drafters that learn would know the answer's beginning.
+                each.generate("Good morning.", SamplingParams(max_tokens=4, ignore_eos=True), chat=chat)
     out = Console(
         force_terminal={"auto": None, "always": True, "never": False}[color],
         no_color=True if color == "never" else None,
@@ -330,7 +333,7 @@ def tune_skip(
 
 @models_app.callback()
 def list_models(context: typer.Context) -> None:
-    """List the bundled models, or fetch one with `pull`."""
+    """List the bundled models; `pull` fetches one, `show` tells what a model is."""
     if context.invoked_subcommand is not None:
         return
     from foredraft.loading import cache_folder
@@ -355,6 +358,24 @@ def pull(name: Annotated[str, typer.Argument(help="A bundled model's name.")]) -
     with progress() as notify:
         path = fetch_bundled(BUNDLED[name], cache_folder(), notify)
     typer.echo(path)
+
+
+@models_app.command()
+def show(
+    model: ModelArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Show what a model is: architecture, types of its tensors, bytes read for a token, and what runs it."""
+    from foredraft.inspection import inspect_model
+    from foredraft.loading import cache_folder
+    from foredraft.models import resolve
+
+    with progress() as notify:
+        facts = inspect_model(resolve(model, cache_folder(), notify))
+    if as_json:
+        typer.echo(json.dumps(facts.to_dict(), ensure_ascii=False))
+    else:
+        show_model(Console(highlight=False), facts)
 
 
 def _read_prompt(prompt: str) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from foredraft.backends.base import Backend
 from foredraft.backends.checkpoint import load_checkpoint, pick_device
+from foredraft.backends.native.families import NotNativeError
 from foredraft.backends.native.tensors import WEIGHTS
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.checks import is_integer, require
@@ -173,10 +174,10 @@ class Loader:
         if reason is None:
             try:
                 return *self._native(files), files
-            except UnsupportedError as error:
+            except NotNativeError as error:
                 if self._engine.backend == "native" or self._engine.weights != "auto":
                     raise
-                reason = str(error)
+                reason = error.reason
         logger.info("Backend transformers for %s: %s", reference, reason)
         converted = self._cache / "converted" / file_key(files.path) if files.is_gguf else None
         device, dtype = self._engine.device, self._engine.dtype

@@ -14,6 +14,7 @@ from foredraft.types import FinishEvent, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
     from foredraft.api import Model
+    from foredraft.inspection import ModelFacts
     from foredraft.models import Notify
     from foredraft.proof.verify import Certificate
     from foredraft.types import Completion, Origin, Stats
@@ -87,6 +88,25 @@ def show_certificate(console: Console, result: Certificate) -> None:
     console.print(
         Text(f"\n{verdict}: speculation with {result.settings['drafter']} and rule {result.settings['rule']}")
     )
+
+
+def show_model(console: Console, facts: ModelFacts) -> None:
+    """What a model's files hold, and what runs them."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_row("file" if facts.path.endswith(".gguf") else "folder", facts.path)
+    table.add_row("architecture", facts.architecture)
+    table.add_row("parameters", f"{facts.parameters / 1e6:,.1f} million")
+    table.add_row("tensors", ", ".join(f"{count} {kind}" for kind, count in facts.tensors.items()))
+    table.add_row("weights", f"{facts.bytes / 1e6:,.1f} MB")
+    if facts.bytes_per_token is not None:
+        table.add_row("read for a token", f"{facts.bytes_per_token / 1e6:,.1f} MB")
+    table.add_row("context", "unlimited" if facts.context is None else f"{facts.context} tokens")
+    table.add_row("backend on a CPU", facts.backend)
+    console.print(table)
+    if facts.not_native is not None:
+        console.print(f"\nNot native: {facts.not_native}.", soft_wrap=True, markup=False)
 
 
 def show_figures(out: Console, completion: Completion, plain: Completion | None) -> None:

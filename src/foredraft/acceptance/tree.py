@@ -18,8 +18,7 @@ from foredraft.types import Draft, Verdict
 
 def greedy(draft: Draft, p: Tensor, source: RandomSource) -> Verdict:
     """Every lossless rule where all rows are one-hot: follow the argmax while a node names it. Takes no chance."""
-    best = p.argmax(-1).tolist()
-    return _walk(draft, lambda row, depth: best[row])
+    return _walk(draft, lambda row, depth: int(p[row].argmax()))
 
 
 def walk(draft: Draft, p: Tensor, source: RandomSource) -> Verdict:

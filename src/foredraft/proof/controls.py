@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from foredraft.acceptance.chain import acceptance, drafted_masses, remainder
-from foredraft.backends.base import KVCache
-from foredraft.backends.transformers import TransformersBackend, TransformersCache
+from foredraft.backends.base import Backend, KVCache, Query
 from foredraft.proof.enumeration import Decide
 from foredraft.proof.toys import Child, Children, Siblings
 from foredraft.randomness import RandomSource
@@ -72,16 +72,20 @@ def _replacement_forgotten(law: Tensor, width: int, source: RandomSource) -> lis
     return children
 
 
-def stale_cache(backend: TransformersBackend) -> TransformersBackend:
-    """The same model behind a backend that keeps one rejected node in its cache at every rollback."""
+def stale_cache(backend: Backend) -> Backend:
+    """The same backend, which keeps one rejected node in its cache at every rollback."""
+    stale, drafted = copy.copy(backend), {}
 
-    class Stale(TransformersBackend):
-        def commit(self, cache: KVCache, path: Sequence[int]) -> None:
-            assert isinstance(cache, TransformersCache)
-            cache.drop(cache.pending - 2 - len(path))
-            cache.pending = 0
+    def forward(queries: Sequence[Query]) -> list[Tensor]:
+        drafted.update({id(query.cache): len(query.draft) for query in queries})
+        return backend.forward(queries)
 
-    return Stale(backend.model, backend.vocab_size)
+    def commit(cache: KVCache, path: Sequence[int]) -> None:
+        rejected = [node for node in range(drafted[id(cache)]) if node not in path]
+        backend.commit(cache, [*path, *rejected[:1]])
+
+    vars(stale).update(forward=forward, commit=commit)
+    return stale
 
 
 CONTROLS = {

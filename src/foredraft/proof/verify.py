@@ -12,7 +12,6 @@ from typing import Any
 
 from foredraft.acceptance import RULES, Rule
 from foredraft.api import Model
-from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError
 from foredraft.models import ModelFiles, Notify, sha256_of
@@ -195,8 +194,6 @@ def _settings(rule: Rule, max_tokens: int) -> list[tuple[str, SamplingParams]]:
 
 
 def _with_stale_cache(model: Model) -> Engine:
-    if not isinstance(model.backend, TransformersBackend):
-        raise InvalidInputError(f"Control 'stale-cache' is for backend transformers, not {model.backend.name}.")
     setup = model.engine.setup
     stale = stale_cache(model.backend)
     rule = setup.rule.name if setup.rule is not None else None

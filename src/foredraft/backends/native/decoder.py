@@ -24,24 +24,17 @@ _ALIGNED = _BLOCK  # rows: no two threads write to one cache line, nor to one ve
 unpack: Any = cgutils.unpack_tuple
 
 
-def _calling(returns: Any) -> Any:
-    """A compiled function `(address, arguments)` that calls the kernel there; pointers are given as integers."""
+@intrinsic
+def _call(typing: Any, address: Any, arguments: Any) -> Any:
+    """Call the kernel at an address; pointers are given as integers."""
 
-    def call(typing: Any, address: Any, arguments: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            kinds = [context.get_value_type(kind) for kind in arguments.types]
-            result = ir.VoidType() if returns is types.void else context.get_value_type(returns)
-            kernel = builder.inttoptr(values[0], ir.FunctionType(result, kinds).as_pointer())
-            found = builder.call(kernel, unpack(builder, values[1]))
-            return context.get_dummy_value() if returns is types.void else found
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kinds = [context.get_value_type(kind) for kind in arguments.types]
+        kernel = builder.inttoptr(values[0], ir.FunctionType(ir.VoidType(), kinds).as_pointer())
+        builder.call(kernel, unpack(builder, values[1]))
+        return context.get_dummy_value()
 
-        return returns(types.int64, arguments), generate
-
-    return intrinsic(call)
-
-
-_call = _calling(types.void)
-_call_float = _calling(types.float32)
+    return types.void(types.int64, arguments), generate
 
 
 @intrinsic
@@ -62,13 +55,13 @@ def _at(array: Any, index: int) -> Any:
 
 
 @compiled
-def _first_row(rows: int, thread: int, threads: int) -> int:
+def first_row(rows: int, thread: int, threads: int) -> int:
     """Where a thread's share of rows begins; the share after the last one begins at `rows`."""
     return min(rows, (rows + _ALIGNED - 1) // _ALIGNED * thread // threads * _ALIGNED)
 
 
 @compiled
-def _linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int, panel: Any) -> None:
+def linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int, panel: Any) -> None:
     """`y[node, row] = weight[row] . x[node] + bias[row]` for the rows from `first` to `last`.
 
     Nodes come in groups. For more than two groups the weights are converted once, some rows at a time, which then stay
@@ -269,13 +262,11 @@ def _mix(
     """
     decoder, width = tables.decoder[0], tables.decoder[0].head_width
     row_bytes, blocks = width * decoder.kv_bytes, width // _BLOCK
-    totals = np.empty(8, dtype=np.float32)
     for node in range(first, last):
         row, count = scores[node - first], committed + batch.nodes[node].ancestors
         for i in range(committed, count):
             row[i] = row[batch.ancestors[node, i - committed]]
-        address = _at(scores, node - first)
-        totals[node - first] = _call_float(decoder.softmax, (address, count, decoder.attention_scale))
+        _call(decoder.softmax, (_at(scores, node - first), count, decoder.attention_scale))
         mixed[node, column : column + width] = 0
     shared = batch.nodes[first].straight
     for node in range(first + 1, last):
@@ -294,8 +285,6 @@ def _mix(
             rows = (p, scores.shape[1], values + seen[done] * row_bytes, row_bytes, np.int64(end - done))
             _call(tables.attention[1, 1], (*rows, *target))
             done = end
-        for i in range(column, column + width):
-            mixed[node, i] /= totals[node - first]
 
 
 @compiled
@@ -319,8 +308,8 @@ def forward(
     """
     decoder, layers, kernels = tables.decoder[0], tables.layers, tables.kernels
     nodes, panel, stage = len(batch.nodes), work.panel[thread : thread + 1], 0
-    first, last = _first_row(decoder.hidden, thread, threads), _first_row(decoder.hidden, thread + 1, threads)
-    first_mlp, last_mlp = _first_row(decoder.mlp, thread, threads), _first_row(decoder.mlp, thread + 1, threads)
+    first, last = first_row(decoder.hidden, thread, threads), first_row(decoder.hidden, thread + 1, threads)
+    first_mlp, last_mlp = first_row(decoder.mlp, thread, threads), first_row(decoder.mlp, thread + 1, threads)
     if first_layer == 0:
         _embed(tables, batch, work.x, thread, threads)
         stage = wait(threads, arrivals, stage)
@@ -330,21 +319,21 @@ def forward(
             _norm(tables, work.x, layer.attention_norm, work.normed, nodes, thread, threads)
             stage = wait(threads, arrivals, stage)
             for part, out in ((layer.q, work.q), (layer.k, work.k), (layer.v, work.v)):
-                begin, end = _first_row(part.rows, thread, threads), _first_row(part.rows, thread + 1, threads)
-                _linear(kernels, part, work.normed, out, nodes, begin, end, panel)
+                begin, end = first_row(part.rows, thread, threads), first_row(part.rows, thread + 1, threads)
+                linear(kernels, part, work.normed, out, nodes, begin, end, panel)
             stage = wait(threads, arrivals, stage)
             _place_heads(tables, batch, work, index, thread, threads)
             stage = wait(threads, arrivals, stage)
             _attend(tables, batch, work, index, thread, threads)
             stage = wait(threads, arrivals, stage)
-            _linear(kernels, layer.o, work.mixed, work.added, nodes, first, last, panel)
+            linear(kernels, layer.o, work.mixed, work.added, nodes, first, last, panel)
             _add(work.x, work.added, nodes, first, last)
             stage = wait(threads, arrivals, stage)
         if layer.has_mlp:
             _norm(tables, work.x, layer.mlp_norm, work.normed, nodes, thread, threads)
             stage = wait(threads, arrivals, stage)
-            _linear(kernels, layer.gate, work.normed, work.gate, nodes, first_mlp, last_mlp, panel)
-            _linear(kernels, layer.up, work.normed, work.up, nodes, first_mlp, last_mlp, panel)
+            linear(kernels, layer.gate, work.normed, work.gate, nodes, first_mlp, last_mlp, panel)
+            linear(kernels, layer.up, work.normed, work.up, nodes, first_mlp, last_mlp, panel)
             for node in range(nodes):
                 share = (
                     _at(work.gate, node),
@@ -354,7 +343,7 @@ def forward(
                 )
                 _call(decoder.gate, share)
             stage = wait(threads, arrivals, stage)
-            _linear(kernels, layer.down, work.gate, work.added, nodes, first, last, panel)
+            linear(kernels, layer.down, work.gate, work.added, nodes, first, last, panel)
             _add(work.x, work.added, nodes, first, last)
             stage = wait(threads, arrivals, stage)
         if taps[index] >= 0:
@@ -362,5 +351,5 @@ def forward(
     if len(logits) > 0:
         _norm(tables, work.x, decoder.norm, work.normed, nodes, thread, threads)
         stage = wait(threads, arrivals, stage)
-        begin, end = _first_row(decoder.head.rows, thread, threads), _first_row(decoder.head.rows, thread + 1, threads)
-        _linear(kernels, decoder.head, work.normed, logits, nodes, begin, end, panel)
+        begin, end = first_row(decoder.head.rows, thread, threads), first_row(decoder.head.rows, thread + 1, threads)
+        linear(kernels, decoder.head, work.normed, logits, nodes, begin, end, panel)

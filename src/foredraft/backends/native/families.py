@@ -45,14 +45,21 @@ def refuses(config: PreTrainedConfig) -> str | None:
     return None
 
 
+class NotNativeError(UnsupportedError):
+    """A model that the native engine does not run; `reason` is a clause."""
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(
+            f"The native backend does not run {what}: {reason}. Use --backend transformers (backend='transformers')."
+        )
+        self.reason = reason
+
+
 def require_supported(config: PreTrainedConfig) -> None:
-    """Raise `UnsupportedError` with the reason of `refuses`, and what to do instead."""
+    """Raise `NotNativeError` with the reason of `refuses`."""
     reason = refuses(config)
     if reason is not None:
-        raise UnsupportedError(f"The native backend does not run this model: {reason}. {OTHER_BACKEND}")
-
-
-OTHER_BACKEND = 'Use --backend transformers (backend="transformers" in Python).'
+        raise NotNativeError("this model", reason)
 
 
 def _quantized(config: Any) -> str | None:
@@ -101,7 +108,7 @@ def measures(config: PreTrainedConfig) -> Measures:
     """Sizes and constants of a model that the engine runs.
 
     Raises:
-        UnsupportedError: It does not; see `refuses`.
+        NotNativeError: It does not; see `refuses`.
     """
     require_supported(config)
     gemma = config.model_type == "gemma"

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from foredraft.backends.native import families
 from foredraft.backends.native.gguf_file import GgufFile
 from foredraft.checks import is_number
-from foredraft.errors import ModelError, UnsupportedError
+from foredraft.errors import ModelError
 
 _SETTINGS = {
     "num_hidden_layers": "block_count",
@@ -38,7 +38,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The config of a GGUF file; what transformers reads itself lacks how rotation is scaled, and some sizes.
 
     Raises:
-        UnsupportedError: The engine does not run such a model.
+        NotNativeError: The engine does not run such a model.
         ModelError: The file does not say what it must.
     """
     kind = file.metadata.get("general.architecture")
@@ -68,7 +68,7 @@ def stop_tokens(file: GgufFile) -> frozenset[int]:
 
 
 def _refuse(file: GgufFile, why: str) -> NoReturn:
-    raise UnsupportedError(f"The native backend does not run {file.path}: {why}. {families.OTHER_BACKEND}")
+    raise families.NotNativeError(str(file.path), why)
 
 
 class _Keys:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
+from foredraft.backends.native.families import NotNativeError
 from foredraft.backends.native.weights import Bytes
-from foredraft.errors import ModelError, UnsupportedError
+from foredraft.errors import ModelError
 
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -44,7 +45,7 @@ class GgufFile:
 
     Raises:
         ModelError: It is cut short, damaged, or no GGUF file; the message names the tensor if one is.
-        UnsupportedError: A tensor's type is not known.
+        NotNativeError: A tensor's type is not known.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,9 +68,8 @@ class GgufFile:
     def _place(self, name: str, shape: tuple[int, ...], code: int, offset: int, start: int) -> Place:
         kind = GGMLQuantizationType(code) if code in set(GGMLQuantizationType) else None
         if kind is None or not _has_weights(kind):
-            raise UnsupportedError(
-                f"Tensor '{name}' of {self.path} is of type {kind.name if kind else code}, which cannot be read: take "
-                "another quantisation of the model."
+            raise NotNativeError(
+                str(self.path), f"its tensor '{name}' is of type {kind.name if kind else code}, which is not known"
             )
         block, size = GGML_QUANT_SIZES[kind]
         if not shape or shape[-1] % block:

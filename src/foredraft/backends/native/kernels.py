@@ -286,11 +286,11 @@ def _others(module: ir.Module, cpu: Cpu, kv_format: str) -> None:
 
 
 def _softmax(module: ir.Module, cpu: Cpu) -> None:
-    """`(s, count, scale) -> sum`: `s` becomes e^(scale (s - max)), and the sum of that is returned.
+    """`(s, count, scale)`: `s` becomes its softmax, the scores times `scale`.
 
     Up to a vector behind the last score is overwritten.
     """
-    e = Emitter(module, cpu, "softmax", [POINTER, I64, FLOAT], FLOAT)
+    e = Emitter(module, cpu, "softmax", [POINTER, I64, FLOAT])
     scores, count, scale = e.arguments
     padded = e.build.add(count, e.integer(e.lanes - 1))
     e.store(e.constant(float("-inf")), e.at(scores, e.times(count, 4)))
@@ -307,7 +307,11 @@ def _softmax(module: ir.Module, cpu: Cpu) -> None:
         power = e.build.select(e.build.fcmp_ordered("==", score, e.constant(float("-inf"))), e.constant(0.0), power)
         e.store(power, place)
         total[0] = e.build.fadd(total[0], power)
-    e.build.ret(e.build.extract_element(e.sums(total), ir.Constant(I32, 0)))
+    share = e.reciprocal(e.splat(e.build.extract_element(e.sums(total), ir.Constant(I32, 0))))
+    with e.loop(e.integer(0), padded, step=e.lanes) as (i, _):
+        place = e.at(scores, e.times(i, 4))
+        e.store(e.build.fmul(e.load(place), share), place)
+    e.build.ret_void()
 
 
 def _scores(module: ir.Module, cpu: Cpu, name: str, nodes: int) -> None:
@@ -318,7 +322,7 @@ def _scores(module: ir.Module, cpu: Cpu, name: str, nodes: int) -> None:
     """
     e = Emitter(module, cpu, f"scores_{nodes}", [POINTER, I64, POINTER, I64, I64, POINTER, I64])
     last = e.arguments[4]
-    together = max(1, min(4, (cpu.registers - 4) // nodes))
+    together = max(1, min(8, (cpu.registers - 4) // nodes))
     with e.loop(e.integer(0), last, step=together) as (block, _):
         _score_blocks(e, name, nodes, together, block)
     if together > 1:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import AutoConfig, AutoTokenizer
-
 from foredraft.backends.native import families
 from foredraft.backends.native.gguf_config import gguf_config, stop_tokens
 from foredraft.backends.native.gguf_file import GgufFile
@@ -23,7 +21,7 @@ from foredraft.errors import ForedraftError, ModelError
 from foredraft.models import file_key
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from foredraft.models import Notify
 
@@ -49,31 +47,66 @@ def read_native(
 
     Raises:
         ModelError: The files are damaged or incomplete.
-        UnsupportedError: The engine does not run such a model.
+        NotNativeError: The engine does not run such a model.
         InvalidInputError: Unknown `weights`.
     """
     require("weights", weights, weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
-    with _readable(path):
-        return _read_gguf(path, weights, cache, notify) if path.suffix == ".gguf" else _read_folder(path, weights)
+    opened = open_native(path)
+    with readable(path):
+        folder = None if cache is None or path.is_dir() else cache / "native" / file_key(path)
+        tensors = with_kernels(opened.tensors, folder, notify) if weights == "auto" else opened.tensors
+        read = build(opened.config, tensors, weights=weights, stop_tokens=opened.stop_tokens)
+        return NativeModel(read, _folder_tokenizer(path) if path.is_dir() else tokenizer_of(path, folder))
 
 
-def _read_folder(path: Path, weights: str) -> NativeModel:
+class Opened(NamedTuple):
+    """A model's files, of which all has been checked but the values of the weights, and none of those read."""
+
+    config: PreTrainedConfig
+    tensors: Tensors
+    stop_tokens: frozenset[int]
+
+
+def open_native(path: Path) -> Opened:
+    """Open a folder or a GGUF file; errors as those of `read_native`."""
+    with readable(path):
+        opened = _open_folder(path) if path.is_dir() else _open_gguf(path)
+        check(opened.config, opened.tensors)
+        return opened
+
+
+def refuses(path: Path) -> str | None:
+    """Why the engine does not run the model of a folder or a GGUF file, as a clause; `None` if it does.
+
+    Raises:
+        ModelError: The files are damaged or incomplete.
+    """
+    try:
+        open_native(path)
+    except families.NotNativeError as error:
+        return error.reason
+    return None
+
+
+def _open_folder(path: Path) -> Opened:
+    from transformers import AutoConfig  # with its models' modules slower to import than a GGUF file is to read
+
     config = AutoConfig.from_pretrained(path)
     families.require_supported(config)
-    read = build(config, folder_tensors(path), weights=weights, stop_tokens=_stop_tokens(path, config))
-    return NativeModel(read, AutoTokenizer.from_pretrained(path))
+    return Opened(config, folder_tensors(path), _stop_tokens(path, config))
 
 
-def _read_gguf(path: Path, weights: str, cache: Path | None, notify: Notify) -> NativeModel:
+def _folder_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    return tokenizer
+
+
+def _open_gguf(path: Path) -> Opened:
     file = GgufFile(path)
     config = gguf_config(file)
-    tensors: Tensors = GgufTensors(file, config)
-    check(config, tensors)
-    folder = None if cache is None else cache / "native" / file_key(path)
-    if weights == "auto":
-        tensors = with_kernels(tensors, folder, notify)
-    read = build(config, tensors, weights=weights, stop_tokens=stop_tokens(file))
-    return NativeModel(read, tokenizer_of(path, folder))
+    return Opened(config, GgufTensors(file, config), stop_tokens(file))
 
 
 def weights_of_model(model: PreTrainedModel, weights: str = "auto") -> Weights:
@@ -84,7 +117,7 @@ def weights_of_model(model: PreTrainedModel, weights: str = "auto") -> Weights:
         weights: See `read_native`.
 
     Raises:
-        UnsupportedError: The engine does not run such a model.
+        NotNativeError: The engine does not run such a model.
         InvalidInputError: Unknown `weights`.
     """
     require("weights", weights, weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
@@ -93,8 +126,20 @@ def weights_of_model(model: PreTrainedModel, weights: str = "auto") -> Weights:
     return build(model.config, model_tensors(model), weights=weights, stop_tokens=_ids(ends))
 
 
+def refuses_model(model: PreTrainedModel) -> str | None:
+    """Why the engine does not run a transformers model, as a clause; `None` if it does."""
+    try:
+        families.require_supported(model.config)
+        check(model.config, model_tensors(model))
+    except families.NotNativeError as error:
+        return error.reason
+    except ModelError as error:  # as where adapters are wrapped around it
+        return f"its tensors are not as usual ({error})"
+    return None
+
+
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     """Whatever a damaged file makes the readers raise, the user needs one sentence with the file's name."""
     try:
         yield

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, quants
 
 from foredraft.backends.native import families
 from foredraft.backends.native.weights import BLOCK, FORMATS, Bytes, Floats, Layer, Linear, Matrix, Weights
-from foredraft.errors import ModelError, UnsupportedError
+from foredraft.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -58,7 +58,7 @@ class Tensors(ABC):
         """Type and shape of one, without reading it.
 
         Raises:
-            UnsupportedError: It is not of floating point, nor of a type of GGUF files.
+            NotNativeError: It is not of floating point, nor of a type of GGUF files.
         """
 
     @abstractmethod
@@ -79,7 +79,7 @@ def check(config: PreTrainedConfig, tensors: Tensors) -> dict[str, tuple[int, ..
 
     Raises:
         ModelError: Some are missing, or of another shape.
-        UnsupportedError: There are more than a model of this kind has, so it is of another kind.
+        NotNativeError: There are more than a model of this kind has, so it is of another kind.
     """
     names = tensors.names()
     if config.num_hidden_layers > len(names):  # nobody should wait until all that is missing is listed
@@ -89,17 +89,17 @@ def check(config: PreTrainedConfig, tensors: Tensors) -> dict[str, tuple[int, ..
         linears = {name: shape for name, shape in shapes.items() if len(shape) == 2}
         biases = {name.removesuffix("weight") + "bias": shape[:1] for name, shape in linears.items()}
         shapes |= {name: shape for name, shape in biases.items() if name in names}
+    spare = (*_HEADLESS, *(name for name in names if name.endswith("rotary_emb.inv_freq")))
+    unknown = [name for name in names if name not in shapes and name not in spare]
+    if unknown:
+        named = tensors.own_name(unknown[0])
+        raise families.NotNativeError(
+            tensors.where, f"it holds tensors that no model of type '{config.model_type}' has, such as '{named}'"
+        )
     missing = [tensors.own_name(name) for name in shapes if name not in names]
     if missing:
         raise ModelError(
             f"{tensors.where} lacks {len(missing)} of its tensors, such as '{missing[0]}': it is incomplete."
-        )
-    spare = (*_HEADLESS, *(name for name in names if name.endswith("rotary_emb.inv_freq")))
-    unknown = [name for name in names if name not in shapes and name not in spare]
-    if unknown:
-        raise UnsupportedError(
-            f"{tensors.where} holds {len(unknown)} tensors that the native backend does not know in a model of type "
-            f"'{config.model_type}', such as '{tensors.own_name(unknown[0])}'. {families.OTHER_BACKEND}"
         )
     for name, shape in shapes.items():
         _, found = tensors.kind(name)
@@ -130,7 +130,7 @@ def build(
         stop_tokens: Ids that end an answer.
 
     Raises:
-        UnsupportedError: The engine does not run such a model.
+        NotNativeError: The engine does not run such a model.
         ModelError: Tensors are missing or of a wrong shape.
     """
     builder = _Builder(config, tensors, WEIGHTS[weights])
@@ -147,6 +147,20 @@ def build(
         stop_tokens=stop_tokens,
         config=config,
     )
+
+
+def bytes_when_read(config: PreTrainedConfig, tensors: Tensors) -> int:
+    """Bytes of weights that a forward will read of a model once `build` has read it; see `Weights.bytes_per_token`.
+
+    Zeros between heads whose size is no multiple of 32 are not counted.
+    """
+    total = 0
+    for name, shape in check(config, tensors).items():
+        if len(shape) == 2 and (config.tie_word_embeddings or name != "model.embed_tokens.weight"):
+            kind, _ = tensors.kind(name)
+            form = _FORMAT_OF.get(kind, FORMATS["f32" if kind == GGMLQuantizationType.F64 else "bf16"])
+            total += shape[0] * -(-shape[1] // BLOCK) * form.block_bytes
+    return total
 
 
 class _Builder:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from foredraft.backends.native import families
 from foredraft.backends.native.tensors import Stored, Tensors
-from foredraft.errors import ModelError, UnsupportedError
+from foredraft.errors import ModelError
 
 _TYPES = {
     torch.float32: GGMLQuantizationType.F32,
@@ -40,9 +40,8 @@ class TorchTensors(Tensors):
         tensor = self._get[name]()
         if tensor.dtype not in _TYPES:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise UnsupportedError(
-                f"Tensor '{name}' of {self.where} is of type {kind}, but must be one of float32, bfloat16, float16 and "
-                f"float64. {families.OTHER_BACKEND}"
+            raise families.NotNativeError(
+                self.where, f"its tensor '{name}' is of type {kind}, and no float32, bfloat16, float16 or float64"
             )
         return _TYPES[tensor.dtype], tuple(tensor.shape)
 
@@ -57,7 +56,7 @@ class TorchTensors(Tensors):
 def model_tensors(model: Any) -> Tensors:
     """The tensors of a transformers model."""
     state: dict[str, torch.Tensor] = model.state_dict()
-    return TorchTensors("The model", {name: partial(state.__getitem__, name) for name in state})
+    return TorchTensors("the model", {name: partial(state.__getitem__, name) for name in state})
 
 
 def folder_tensors(folder: Path) -> Tensors:
@@ -67,7 +66,7 @@ def folder_tensors(folder: Path) -> Tensors:
         ModelError: A file is missing, cut short or damaged; the message names it.
     """
     getters: dict[str, Callable[[], torch.Tensor]] = {}
-    for file in _shards(folder):
+    for file in shards(folder):
         getters |= _getters(file)
     return TorchTensors(str(folder), getters)
 
@@ -78,16 +77,21 @@ def file_tensors(file: Path) -> Tensors:
 
 
 def _getters(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
-    try:
-        opened = safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"Cannot read {file} ({error}): it may be cut short or damaged.") from error
-    names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
+    opened = open_file(file)
+    names: list[str] = opened.keys()
     return {name: partial(opened.get_tensor, name) for name in names}
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The files that transformers would read."""
+def open_file(file: Path) -> Any:
+    """A file of safetensors, mapped into memory; errors as those of `folder_tensors`."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"Cannot read {file} ({error}): it may be cut short or damaged.") from error
+
+
+def shards(folder: Path) -> list[Path]:
+    """The files of safetensors of a folder that transformers would read; errors as those of `folder_tensors`."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file() or not index.is_file():
         files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
