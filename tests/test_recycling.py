@@ -12,7 +12,7 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import ModelError
 from foredraft.proposers.base import Verification
-from foredraft.proposers.recycling import WIDTH, Recycling
+from foredraft.proposers.recycling import WIDTH, Recycling, _shares, top
 from foredraft.randomness import TorchSource
 from foredraft.sampling import SamplingLaw
 from foredraft.types import Draft, SamplingParams, Verdict
@@ -116,3 +116,18 @@ def test_the_table_serves_later_requests(target: TransformersBackend) -> None:
     params = SamplingParams(max_tokens=60)
     first, second = (generate(engine, [1, 2, 3], params).stats for _ in range(2))
     assert second.target_forwards < first.target_forwards
+
+
+@pytest.mark.parametrize("vocabulary", [5, 64, 2048, 2049, 5000])
+def test_the_top_is_that_of_the_whole_vocabulary(vocabulary: int) -> None:
+    logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(0))
+    values, indices = top(logits, 8)
+    expected = logits.topk(min(8, vocabulary))
+    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
+
+
+def test_the_shares_of_the_top_are_nearly_its_probabilities() -> None:
+    logits = 3 * torch.randn(50, 5000, generator=torch.Generator().manual_seed(0))
+    found = _shares(logits, *top(logits, 8))
+    exact = logits.softmax(-1).topk(8).values
+    assert (found / exact - 1).abs().mean() < 0.1 and (found / exact - 1).abs().max() < 0.5

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,7 +150,14 @@ def _counts(tokens: Sequence[int], like: Tensor) -> Tensor:
 
 def one_hot_argmax(logits: Tensor) -> Tensor:
     """The greedy law: `[n, V]` float64 rows with all mass on the largest logit (the first, where several tie)."""
-    return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, argmax(logits)[..., None], 1.0)
+
+
+def argmax(rows: Tensor) -> Tensor:
+    """`[n]` of `[n, V]`, or a scalar of `[V]`: where the largest number stands, the first where several tie."""
+    if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.asarray(rows.numpy().argmax(-1)))  # ten times as fast as torch's on a CPU
+    return rows.argmax(-1)
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
