@@ -130,4 +130,4 @@ def test_the_shares_of_the_top_are_nearly_its_probabilities() -> None:
     logits = 3 * torch.randn(50, 5000, generator=torch.Generator().manual_seed(0))
     found = _shares(logits, *top(logits, 8))
     exact = logits.softmax(-1).topk(8).values
-    assert (found / exact - 1).abs().mean() < 0.1 and (found / exact - 1).abs().max() < 0.5
+    assert (found / exact - 1).abs().mean() < 0.15 and (found / exact - 1).abs().max() < 0.5
