@@ -49,7 +49,7 @@ FILLER = [100 + 7 * i % 5000 for i in range(PROMPT)]
 @compiled  # type: ignore[untyped-decorator]
 def linears(thread: int, threads: int, arrivals: Any, tables: Any, work: Any, logits: Any) -> None:
     """The products of a forward and nothing else."""
-    nodes, panel = len(logits), work.panel[thread : thread + 1]
+    nodes = len(logits)
     for index in range(len(tables.layers)):
         layer = tables.layers[index]
         for part, x, y in (
@@ -62,10 +62,10 @@ def linears(thread: int, threads: int, arrivals: Any, tables: Any, work: Any, lo
             (layer.down, work.gate, work.added),
         ):
             first, last = first_row(part.rows, thread, threads), first_row(part.rows, thread + 1, threads)
-            linear(tables.kernels, part, x, y, nodes, first, last, panel)
+            linear(tables.kernels, part, x, y, nodes, first, last)
     head = tables.decoder[0].head
     first, last = first_row(head.rows, thread, threads), first_row(head.rows, thread + 1, threads)
-    linear(tables.kernels, head, work.normed, logits, nodes, first, last, panel)
+    linear(tables.kernels, head, work.normed, logits, nodes, first, last)
 
 
 def seconds_of(call: Callable[[], object]) -> float:

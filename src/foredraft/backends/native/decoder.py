@@ -18,7 +18,7 @@ from foredraft.backends.native.team import compiled, intrinsic, wait
 # Compiled code is cached on disk with its constants: those of other files do not belong here.
 _BLOCK = 32  # columns; the blocks of GGUF
 _EXPAND = 0  # column of the table of kernels
-_F32 = 0  # row of the table of kernels
+_PANEL = 256 * 1024  # bytes
 _ALIGNED = _BLOCK  # rows: no two threads write to one cache line, nor to one vector of the activation
 
 unpack: Any = cgutils.unpack_tuple
@@ -61,26 +61,20 @@ def first_row(rows: int, thread: int, threads: int) -> int:
 
 
 @compiled
-def linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int, panel: Any) -> None:
+def linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, last: int) -> None:
     """`y[node, row] = weight[row] . x[node] + bias[row]` for the rows from `first` to `last`.
 
-    Nodes come in groups. For more than two groups the weights are converted once, some rows at a time, which then stay
-    in the core's cache for all of them.
+    Nodes come in groups, and rows in panels that stay in the core's cache for all groups.
     """
-    columns, most = layer.blocks * _BLOCK, kernels.shape[1] - 1
+    most = kernels.shape[1] - 1
     groups = (nodes + most - 1) // most
-    height = last - first if groups <= 2 else panel.shape[1] // columns // 8 * 8
+    height = last - first if groups == 1 else max(8, _PANEL // layer.row_bytes // 8 * 8)
     for top in range(first, last, max(1, height)):
         bottom = min(last, top + height)
-        address, row_bytes, format_ = layer.address + top * layer.row_bytes, layer.row_bytes, layer.format
-        if groups > 2 and format_ != _F32:
-            expand = (layer.address, layer.row_bytes, _at(panel, 0), columns, top, bottom, layer.blocks)
-            _call(kernels[format_, _EXPAND], expand)
-            address, row_bytes, format_ = _at(panel, 0), 4 * columns, _F32
         for group in range(groups):
             start, end = nodes * group // groups, nodes * (group + 1) // groups
-            out = (_at(y, start) + 4 * top, y.shape[1], np.int64(0), bottom - top, layer.blocks)
-            _call(kernels[format_, end - start], (address, row_bytes, _at(x, start), x.shape[1], *out))
+            where = (_at(x, start), x.shape[1], _at(y, start), y.shape[1], top, bottom, layer.blocks)
+            _call(kernels[layer.format, end - start], (layer.address, layer.row_bytes, *where))
     if layer.bias != 0:
         for node in range(nodes):
             for row in range(first, last):
@@ -307,7 +301,7 @@ def forward(
     comes out of a layer is copied to, or -1. Where `logits` `[n, V]` has rows, the final norm and the head follow.
     """
     decoder, layers, kernels = tables.decoder[0], tables.layers, tables.kernels
-    nodes, panel, stage = len(batch.nodes), work.panel[thread : thread + 1], 0
+    nodes, stage = len(batch.nodes), 0
     first, last = first_row(decoder.hidden, thread, threads), first_row(decoder.hidden, thread + 1, threads)
     first_mlp, last_mlp = first_row(decoder.mlp, thread, threads), first_row(decoder.mlp, thread + 1, threads)
     if first_layer == 0:
@@ -320,20 +314,20 @@ def forward(
             stage = wait(threads, arrivals, stage)
             for part, out in ((layer.q, work.q), (layer.k, work.k), (layer.v, work.v)):
                 begin, end = first_row(part.rows, thread, threads), first_row(part.rows, thread + 1, threads)
-                linear(kernels, part, work.normed, out, nodes, begin, end, panel)
+                linear(kernels, part, work.normed, out, nodes, begin, end)
             stage = wait(threads, arrivals, stage)
             _place_heads(tables, batch, work, index, thread, threads)
             stage = wait(threads, arrivals, stage)
             _attend(tables, batch, work, index, thread, threads)
             stage = wait(threads, arrivals, stage)
-            linear(kernels, layer.o, work.mixed, work.added, nodes, first, last, panel)
+            linear(kernels, layer.o, work.mixed, work.added, nodes, first, last)
             _add(work.x, work.added, nodes, first, last)
             stage = wait(threads, arrivals, stage)
         if layer.has_mlp:
             _norm(tables, work.x, layer.mlp_norm, work.normed, nodes, thread, threads)
             stage = wait(threads, arrivals, stage)
-            linear(kernels, layer.gate, work.normed, work.gate, nodes, first_mlp, last_mlp, panel)
-            linear(kernels, layer.up, work.normed, work.up, nodes, first_mlp, last_mlp, panel)
+            linear(kernels, layer.gate, work.normed, work.gate, nodes, first_mlp, last_mlp)
+            linear(kernels, layer.up, work.normed, work.up, nodes, first_mlp, last_mlp)
             for node in range(nodes):
                 share = (
                     _at(work.gate, node),
@@ -343,7 +337,7 @@ def forward(
                 )
                 _call(decoder.gate, share)
             stage = wait(threads, arrivals, stage)
-            linear(kernels, layer.down, work.gate, work.added, nodes, first, last, panel)
+            linear(kernels, layer.down, work.gate, work.added, nodes, first, last)
             _add(work.x, work.added, nodes, first, last)
             stage = wait(threads, arrivals, stage)
         if taps[index] >= 0:
@@ -352,4 +346,4 @@ def forward(
         _norm(tables, work.x, decoder.norm, work.normed, nodes, thread, threads)
         stage = wait(threads, arrivals, stage)
         begin, end = first_row(decoder.head.rows, thread, threads), first_row(decoder.head.rows, thread + 1, threads)
-        linear(kernels, decoder.head, work.normed, logits, nodes, begin, end, panel)
+        linear(kernels, decoder.head, work.normed, logits, nodes, begin, end)

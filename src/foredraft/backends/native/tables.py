@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from foredraft.backends.native.kernels import MOST_NODES, Kernels, most_mixed
 from foredraft.backends.native.weights import BLOCK, FORMATS, Floats, Linear, Weights
 
-PANEL = 32 * 1024
-"""Floats of the rows that stay in a core's cache while all nodes are served."""
 SLACK = 64
 """Floats behind the scores that their kernel may overwrite."""
 
@@ -137,7 +135,7 @@ def _at(vector: Floats | None) -> int:
 
 
 class Workspace(NamedTuple):
-    """Rows of all nodes between the stages, padded with zeros, and each thread's own memory."""
+    """Rows of all nodes between the stages, padded with zeros, and each thread's scores."""
 
     x: Floats
     """`[n, width]`: the residual stream."""
@@ -157,8 +155,6 @@ class Workspace(NamedTuple):
     """`[n, width]`: what a sublayer adds to the residual stream."""
     scores: Floats
     """`[threads, 8, rows + SLACK]`"""
-    panel: Floats
-    """`[threads, floats]`: some rows of a matrix as float32."""
 
 
 def workspace_for(tables: Tables, nodes: int, rows: int, threads: int) -> Workspace:
@@ -170,7 +166,6 @@ def workspace_for(tables: Tables, nodes: int, rows: int, threads: int) -> Worksp
     def zeros(*shape: int) -> Floats:
         return np.zeros(shape, dtype=np.float32)
 
-    longest = max(width, heads * head, mlp)
     return Workspace(
         x=zeros(nodes, width),
         normed=zeros(nodes, width),
@@ -182,7 +177,6 @@ def workspace_for(tables: Tables, nodes: int, rows: int, threads: int) -> Worksp
         up=zeros(nodes, mlp),
         added=zeros(nodes, width),
         scores=zeros(threads, MOST_NODES, rows + SLACK),
-        panel=zeros(threads, max(PANEL, 8 * longest) if nodes > 2 * MOST_NODES else 8),
     )
 
 
