@@ -65,7 +65,7 @@ def test_a_folder_loads_with_ngram_as_its_drafter(tiny_folder: Path, plain_ids: 
     completion = foredraft.load(str(tiny_folder)).generate(PROMPT, PARAMS)
     assert completion.ids == plain_ids
     assert completion.stats.drafter == "ngram"
-    assert completion.stats.backend == "transformers"
+    assert completion.stats.backend == "native"
     assert completion.stats.rule == "greedy"
 
 
@@ -84,8 +84,11 @@ def test_a_transformers_model_without_tokenizer_is_refused(text_model: Any) -> N
 
 def test_what_takes_time_is_announced(tiny_folder: Path, draft_folder: Path) -> None:
     said: list[str] = []
-    foredraft.load(tiny_folder, f"draft:{draft_folder}", notify=said.append)
+    foredraft.load(tiny_folder, f"draft:{draft_folder}", backend="transformers", notify=said.append)
     assert said == [f"Loading {tiny_folder}", f"Loading {draft_folder}"]
+    said.clear()
+    foredraft.load(tiny_folder, notify=said.append)
+    assert said[0] == f"Loading {tiny_folder}" and said[1].startswith(f"Preparing {tiny_folder}")
 
 
 def test_the_dtype_is_passed_on_to_both_models(tiny_folder: Path, draft_folder: Path) -> None:

@@ -257,10 +257,11 @@ def test_only_an_exact_copy_is_kept(gguf_file: Path, tmp_path: Path) -> None:
 
 def test_a_gguf_file_that_changed_is_converted_anew(gguf_file: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    api.load(gguf_file, "none", cache=cache)
+    options: Any = {"cache": cache, "backend": "transformers"}
+    api.load(gguf_file, "none", **options)
     os.utime(gguf_file, ns=(1, 1))
-    api.load(gguf_file, "none", cache=cache)
-    api.load(gguf_file, "none", cache=cache)
+    api.load(gguf_file, "none", **options)
+    api.load(gguf_file, "none", **options)
     assert len(list((cache / "converted").iterdir())) == 2
 
 

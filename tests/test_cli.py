@@ -321,7 +321,7 @@ def test_json_is_one_object_and_nothing_else(generate: Run, answer: Completion, 
     assert report["stats"]["target_forwards"] == answer.stats.target_forwards
     assert report["stats"]["drafter"] == "ngram"
     assert report["stats"]["rule"] == "greedy"
-    assert report["stats"]["backend"] == "transformers"
+    assert report["stats"]["backend"] == "native"
 
 
 def test_json_of_a_single_token_has_no_tpot(generate: Run) -> None:
@@ -638,7 +638,9 @@ def test_a_file_that_is_no_gguf_is_refused(run: Run, tmp_path: Path) -> None:
 
 def test_a_gguf_file_cut_short_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    refused(run("generate", tmp_path / "a.gguf", PROMPT), f"Error: Cannot read the model {tmp_path / 'a.gguf'} (")
+    options = ("generate", tmp_path / "a.gguf", PROMPT, "--backend")
+    refused(run(*options, "transformers"), f"Error: Cannot read the model {tmp_path / 'a.gguf'} (")
+    refused(run(*options, "auto"), f"Error: {tmp_path / 'a.gguf'} ")
 
 
 def test_a_folder_without_a_model_is_refused(run: Run, tmp_path: Path) -> None:
@@ -649,7 +651,8 @@ def test_weights_cut_short_are_refused(run: Run, tiny_folder: Path, tmp_path: Pa
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "cut"))
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:9999])
-    refused(run("generate", folder, PROMPT), f"Error: Cannot read the model {folder} (")
+    refused(run("generate", folder, PROMPT, "--backend", "transformers"), f"Error: Cannot read the model {folder} (")
+    refused(run("generate", folder, PROMPT), f"Error: Cannot read {weights} (")
 
 
 def test_a_draft_model_of_another_vocabulary_is_translated(

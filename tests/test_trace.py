@@ -71,7 +71,7 @@ def model_with(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> C
     """The tiny model with a drafter; `draft` is one that is often right."""
 
     def make(drafter: str) -> Any:
-        model = foredraft.load(tiny_folder, "none" if drafter == "draft" else drafter)
+        model = foredraft.load(tiny_folder, "none" if drafter == "draft" else drafter, backend="transformers")
         if drafter == "draft":
             assert isinstance(model.backend, TransformersBackend)
             near = TransformersBackend(perturbed(model.backend.model, 0.1))

@@ -161,12 +161,17 @@ def refuse_unless_it_fits(config: Any, dtype: torch.dtype | str, device: torch.d
     except (AttributeError, ValueError) as error:  # an unusual configuration: let the loader judge it
         logger.info("No memory budget for model type '%s': %s", config.model_type, error)
         return
+    refuse_beyond_memory(f"Model type '{config.model_type}'", budget, device)
+
+
+def refuse_beyond_memory(what: str, budget: MemoryBudget, device: torch.device) -> None:
+    """Log what a model will take; raise `ModelError` with the figures if that is more than there is."""
     free = available_memory(device)
     figures = (
         f"{budget.weights / 1e9:.2f} GB of weights and {budget.kv_per_token / 1e3:.0f} kB of KV a token, "
         f"with {free / 1e9:.2f} GB free on {device}"
     )
-    logger.info("Model type '%s': %s", config.model_type, figures)
+    logger.info("%s: %s", what, figures)
     if budget.total(_BUDGET_TOKENS) > free:
         raise ModelError(
             f"The model does not fit: it takes {figures}. Use a smaller model, a smaller dtype, or another device."

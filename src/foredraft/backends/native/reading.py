@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from foredraft.backends.checkpoint import MemoryBudget, refuse_beyond_memory
 from foredraft.backends.native import families
 from foredraft.backends.native.gguf_config import gguf_config, stop_tokens
 from foredraft.backends.native.gguf_file import GgufFile
 from foredraft.backends.native.gguf_tensors import GgufTensors
 from foredraft.backends.native.kept import tokenizer_of, with_kernels
-from foredraft.backends.native.tensors import WEIGHTS, Tensors, build, check
+from foredraft.backends.native.tensors import WEIGHTS, Tensors, build, bytes_when_read, check
 from foredraft.backends.native.torch_tensors import folder_tensors, model_tensors
 from foredraft.backends.native.weights import Weights
 from foredraft.checks import require
@@ -53,10 +56,19 @@ def read_native(
     require("weights", weights, weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
     opened = open_native(path)
     with readable(path):
+        _refuse_beyond_memory(opened, weights)
         folder = None if cache is None or path.is_dir() else cache / "native" / file_key(path)
         tensors = with_kernels(opened.tensors, folder, notify) if weights == "auto" else opened.tensors
         read = build(opened.config, tensors, weights=weights, stop_tokens=opened.stop_tokens)
         return NativeModel(read, _folder_tokenizer(path) if path.is_dir() else tokenizer_of(path, folder))
+
+
+def _refuse_beyond_memory(opened: Opened, weights: str) -> None:
+    """Mapped weights count too: an engine that reads them from the disk for every token is none."""
+    measures = families.measures(opened.config)
+    kv = 2 * 4 * measures.layers * measures.kv_heads * measures.head_dim
+    budget = MemoryBudget(bytes_when_read(opened.config, opened.tensors, weights), kv)
+    refuse_beyond_memory(f"Model type '{measures.architecture}'", budget, torch.device("cpu"))
 
 
 class Opened(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from foredraft.backends.native import families
-from foredraft.backends.native.weights import BLOCK, FORMATS, Bytes, Floats, Layer, Linear, Matrix, Weights
+from foredraft.backends.native.weights import BLOCK, FORMATS, Bytes, Floats, Format, Layer, Linear, Matrix, Weights
 from foredraft.errors import ModelError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def build(
     )
 
 
-def bytes_when_read(config: PreTrainedConfig, tensors: Tensors) -> int:
+def bytes_when_read(config: PreTrainedConfig, tensors: Tensors, weights: str = "auto") -> int:
     """Bytes of weights that a forward will read of a model once `build` has read it; see `Weights.bytes_per_token`.
 
     Zeros between heads whose size is no multiple of 32 are not counted.
@@ -157,10 +157,13 @@ def bytes_when_read(config: PreTrainedConfig, tensors: Tensors) -> int:
     total = 0
     for name, shape in check(config, tensors).items():
         if len(shape) == 2 and (config.tie_word_embeddings or name != "model.embed_tokens.weight"):
-            kind, _ = tensors.kind(name)
-            form = _FORMAT_OF.get(kind, FORMATS["f32" if kind == GGMLQuantizationType.F64 else "bf16"])
-            total += shape[0] * -(-shape[1] // BLOCK) * form.block_bytes
+            total += shape[0] * -(-shape[1] // BLOCK) * _format_when_read(tensors.kind(name)[0], weights).block_bytes
     return total
+
+
+def _format_when_read(kind: GGMLQuantizationType, weights: str) -> Format:
+    name = WEIGHTS[weights] or ("f32" if kind == GGMLQuantizationType.F64 else "bf16")
+    return FORMATS[name] if WEIGHTS[weights] else _FORMAT_OF.get(kind, FORMATS[name])
 
 
 class _Builder:
