@@ -7,6 +7,7 @@ format is described at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from functools import cache
 from pathlib import Path
@@ -51,7 +52,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         # Pages are copied if they are written to, which nobody does, so that kernels see arrays like any other.
-        self._bytes: Bytes = np.asarray(np.memmap(path, dtype=np.uint8, mode="c"))
+        self._mapped: Any = np.memmap(path, dtype=np.uint8, mode="c")
+        self._bytes: Bytes = np.asarray(self._mapped)
         header = _Header(self._bytes.data)
         try:
             self.metadata, tensors = header.read()
@@ -86,6 +88,14 @@ class GgufFile:
         """A tensor as `[rows, bytes of a row]`, not copied; a vector is one row."""
         place = self.places[name]
         return self._bytes[place.start : place.start + place.size].reshape(math.prod(place.shape[:-1]), -1)
+
+    def let_go(self, name: str) -> None:
+        """Give the memory of a tensor back that was copied; it is read from the file again if it is asked for."""
+        advice, place = getattr(mmap, "MADV_DONTNEED", None), self.places[name]
+        first = -(-place.start // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages that are all its own
+        size = (place.start + place.size) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if advice is not None and size > 0:
+            self._mapped._mmap.madvise(advice, first, size)
 
 
 @cache

@@ -76,6 +76,7 @@ class GgufTensors(Tensors):
             # In the file the halves of a head alternate; transformers has one behind the other.
             order = np.arange(shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
             data = data.reshape(shape[0], -1)[order].reshape(data.shape)
+            self._file.let_go(self._own[name])
         return Stored(kind, shape, data)
 
     def refine(self, frequencies: Floats) -> Floats:
