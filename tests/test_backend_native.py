@@ -17,7 +17,7 @@ from decoders import FAMILY, ROTATIONS, SHAPE, model_of
 from foredraft.backends.base import Query
 from foredraft.backends.native import kernels as kernels_module
 from foredraft.backends.native.backend import NativeBackend, NativeCache
-from foredraft.backends.native.kernels import MOST_NODES, Kernels
+from foredraft.backends.native.kernels import Kernels, most_nodes
 from foredraft.backends.native.reading import weights_of_model
 from foredraft.backends.native.vector import Cpu, host
 from foredraft.backends.native.weights import FORMATS, Floats, Linear, Matrix, Weights
@@ -57,7 +57,7 @@ def random_floats(seed: int, *shape: int) -> Floats:
 def test_products_are_those_of_the_weights(format_: str, lanes: int) -> None:
     kernels = Kernels([format_], cpu=narrowed(lanes))
     matrix = Matrix.from_floats(random_floats(0, ROWS, COLUMNS), format_)
-    for nodes in range(1, MOST_NODES + 1):
+    for nodes in range(1, most_nodes(kernels.cpu) + 1):
         x = random_floats(1, nodes, COLUMNS)
         expected = x.astype(np.float64) @ matrix.floats().T.astype(np.float64)
         assert np.abs(product(kernels, matrix, x) - expected).max() < 1e-4
@@ -76,7 +76,8 @@ def test_products_have_the_same_bits_for_any_number_of_nodes(format_: str, lanes
     kernels = Kernels([format_], cpu=narrowed(lanes))
     matrix = Matrix.from_floats(random_floats(0, ROWS, 576), format_)
     assert not any(
-        bits_depend_on_the_others(lambda x: product(kernels, matrix, x), nodes) for nodes in range(2, MOST_NODES + 1)
+        bits_depend_on_the_others(lambda x: product(kernels, matrix, x), nodes)
+        for nodes in range(2, most_nodes(kernels.cpu) + 1)
     )
 
 

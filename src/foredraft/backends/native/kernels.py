@@ -38,17 +38,15 @@ from foredraft.backends.native.weights import BLOCK, FORMATS
 
 logger = logging.getLogger(__name__)
 
-MOST_NODES = 8
-"""Nodes that one pass over a matrix serves; more are served in groups."""
-
 _EXPAND = 0  # where a number of nodes stands elsewhere
 
 
 class Kernels:
     """Kernels for this CPU and some formats. A process compiles each only once; with a `folder`, a machine does.
 
-    `matrices` `[formats, 9]` has the addresses of each format's `expand`, then of its `linear` for 1 to 8 nodes;
-    `attention` `[2, 9]` those of `scores` and `weighted` over keys and values in `kv_format`.
+    `matrices` `[formats, most_nodes + 1]` has the addresses of each format's `expand`, then of its `linear` for each
+    number of nodes; `attention` `[2, most_nodes + 1]` those of `scores` and `weighted` over keys and values in
+    `kv_format`.
     """
 
     def __init__(
@@ -56,13 +54,14 @@ class Kernels:
     ) -> None:
         self.cpu = cpu or host()
         self._others = _engine(self.cpu, f"others_{kv_format}", folder)
-        self.matrices: NDArray[np.int64] = np.zeros((len(FORMATS), MOST_NODES + 1), dtype=np.int64)
+        most = most_nodes(self.cpu)
+        self.matrices: NDArray[np.int64] = np.zeros((len(FORMATS), most + 1), dtype=np.int64)
         for name in sorted({"f32", *formats}):
             engine = _engine(self.cpu, name, folder)
-            for nodes in range(MOST_NODES + 1):
+            for nodes in range(most + 1):
                 self.matrices[FORMATS[name].code, nodes] = engine.get_function_address(f"{name}_{nodes}")
-        self.attention: NDArray[np.int64] = np.zeros((2, MOST_NODES + 1), dtype=np.int64)
-        for nodes in range(1, MOST_NODES + 1):
+        self.attention: NDArray[np.int64] = np.zeros((2, most + 1), dtype=np.int64)
+        for nodes in range(1, most + 1):
             self.attention[0, nodes] = self.address(f"scores_{nodes}")
         for nodes in range(1, most_mixed(self.cpu) + 1):
             self.attention[1, nodes] = self.address(f"weighted_{nodes}")
@@ -119,12 +118,17 @@ def _keep(file: Path | None, code: bytes) -> None:
         logger.warning("The kernels cannot be kept in %s (%s)", file.parent, error)
 
 
+def most_nodes(cpu: Cpu) -> int:
+    """Nodes that one pass over a matrix serves; more are served in groups. Six leave 16 registers room for two rows."""
+    return 8 if cpu.registers == 32 else 6
+
+
 def rows_at_once(nodes: int, registers: int) -> int:
     """Rows of the matrix whose products with all nodes fit into the registers, beside what they are made of.
 
     No more than four: the memory likes one stream better than many.
     """
-    return max(1, min(4, (registers - 6) // nodes))
+    return max(1, min(4, (registers - 1) // (nodes + 1)))
 
 
 def most_mixed(cpu: Cpu) -> int:
@@ -201,7 +205,7 @@ _WEIGHTS: dict[str, Callable[[Emitter, Any], list[Any]]] = {
 
 def _of_format(module: ir.Module, cpu: Cpu, name: str) -> None:
     _expand(module, cpu, name)
-    for nodes in range(1, MOST_NODES + 1):
+    for nodes in range(1, most_nodes(cpu) + 1):
         _linear(module, cpu, name, nodes)
 
 
@@ -276,7 +280,7 @@ def _store_sums(e: Emitter, sums: Any, start: int, count: int, rows: int, where:
 
 def _others(module: ir.Module, cpu: Cpu, kv_format: str) -> None:
     _softmax(module, cpu)
-    for nodes in range(1, MOST_NODES + 1):
+    for nodes in range(1, most_nodes(cpu) + 1):
         _scores(module, cpu, kv_format, nodes)
     for nodes in range(1, most_mixed(cpu) + 1):
         _weighted(module, cpu, kv_format, nodes)

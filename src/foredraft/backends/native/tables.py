@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.backends.native.kernels import MOST_NODES, Kernels, most_mixed
+from foredraft.backends.native.kernels import Kernels, most_mixed
 from foredraft.backends.native.weights import BLOCK, FORMATS, Floats, Linear, Weights
 
 SLACK = 64
@@ -154,7 +154,7 @@ class Workspace(NamedTuple):
     added: Floats
     """`[n, width]`: what a sublayer adds to the residual stream."""
     scores: Floats
-    """`[threads, 8, rows + SLACK]`"""
+    """`[threads, most nodes of a kernel, rows + SLACK]`"""
 
 
 def workspace_for(tables: Tables, nodes: int, rows: int, threads: int) -> Workspace:
@@ -176,7 +176,7 @@ def workspace_for(tables: Tables, nodes: int, rows: int, threads: int) -> Worksp
         gate=zeros(nodes, mlp),
         up=zeros(nodes, mlp),
         added=zeros(nodes, width),
-        scores=zeros(threads, MOST_NODES, rows + SLACK),
+        scores=zeros(threads, tables.kernels.shape[1] - 1, rows + SLACK),
     )
 
 
