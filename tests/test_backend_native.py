@@ -16,7 +16,8 @@ from numba import njit
 from decoders import FAMILY, ROTATIONS, SHAPE, model_of
 from foredraft.backends.base import Query
 from foredraft.backends.native import kernels as kernels_module
-from foredraft.backends.native.backend import NativeBackend, NativeCache
+from foredraft.backends.native.backend import NativeBackend
+from foredraft.backends.native.cache import NativeCache
 from foredraft.backends.native.kernels import Kernels, most_nodes
 from foredraft.backends.native.reading import weights_of_model
 from foredraft.backends.native.vector import Cpu, host
