@@ -13,11 +13,12 @@ from typing import Any
 import platformdirs
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import foredraft
 from foredraft import api, models
 from foredraft.api import Model
+from foredraft.backends.native.backend import NativeBackend
 from foredraft.errors import InvalidInputError, ModelError, UnsupportedError
 from foredraft.loading import cache_folder, parse_drafter
 from foredraft.proposers.draft_model import DraftModel
@@ -500,3 +501,72 @@ def test_the_package_offers_what_it_says() -> None:
         assert getattr(foredraft, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         foredraft.nonsense  # noqa: B018
+
+
+# Which backend
+
+
+def test_auto_takes_the_native_backend_on_a_cpu_for_models_it_knows(tiny_folder: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", "foredraft")
+    model = foredraft.load(tiny_folder, "none", device="cpu")
+    assert model.backend.name == "native"
+    assert f"Backend native for {tiny_folder}: " in caplog.text
+
+
+def test_auto_takes_transformers_for_other_models_and_says_why(tmp_path: Path, tokenizer: Any, caplog: Any) -> None:
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    caplog.set_level("INFO", "foredraft")
+    assert foredraft.load(tmp_path, "none", device="cpu").backend.name == "transformers"
+    assert "does not know model type 'gpt2'" in caplog.text
+    with pytest.raises(UnsupportedError, match=r"does not know model type 'gpt2'.* Use --backend transformers"):
+        foredraft.load(tmp_path, "none", device="cpu", backend="native")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "llama"}, "backend is 'llama', but must be one of auto, native, transformers"),
+        ({"weights": "q4"}, "weights is 'q4', but must be one of auto, f32, bf16, q8"),
+        ({"threads": 0}, r"threads is 0, but must be an integer in \[1, 1024\]"),
+        ({"kv": "f16"}, "kv is 'f16', but must be one of f32, bf16"),
+        (
+            {"backend": "transformers", "weights": "q8"},
+            "weights, threads and kv belong to, cannot be taken: back",
+        ),
+        ({"dtype": "bfloat16", "threads": 2}, "cannot be taken: dtype belongs to the transformers backend"),
+        ({"backend": "native", "dtype": "bfloat16"}, "which you asked for, cannot be taken: dtype"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        foredraft.load("no such model", "none", device="cpu", **options)
+
+
+@pytest.mark.parametrize("options", [{"weights": "q8"}, {"weights": "bf16", "threads": 1}, {"kv": "bf16"}])
+def test_the_native_backend_runs_as_it_is_told(tiny_folder: Path, options: dict[str, Any]) -> None:
+    model = foredraft.load(tiny_folder, "ngram", device="cpu", **options)
+    assert isinstance(model.backend, NativeBackend)
+    weights = options.get("weights", "f32")
+    assert model.backend.weights.formats == {{"q8": "q8_0"}.get(weights, weights)}
+    assert model.backend.team.threads == options.get("threads", model.backend.team.threads)
+    assert model.backend.kv_format == options.get("kv", "f32")
+    assert model.generate(PROMPT, PARAMS).ids == model.plain().generate(PROMPT, PARAMS).ids
+
+
+def test_a_transformers_model_runs_on_the_native_backend_if_asked(
+    text_model: Any, tokenizer: Any, plain_ids: tuple[int, ...]
+) -> None:
+    model = foredraft.load(text_model, "suffix", tokenizer=tokenizer, backend="native")
+    assert model.backend.name == "native"
+    assert model.generate(PROMPT, PARAMS).ids == plain_ids
+
+
+def test_a_long_prompt_is_reported_as_it_is_read(tiny_folder: Path) -> None:
+    said: list[tuple[int, int]] = []
+    prompt = [5] * 500
+    model = foredraft.load(tiny_folder, "none")
+    for _ in model.stream(prompt, SamplingParams(max_tokens=1), progress=lambda *figures: said.append(figures)):
+        pass
+    assert said == [(499, 499)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ def load(
     backend: str = "auto",
     weights: str = "auto",
     threads: int | None = None,
+    kv: str = "f32",
     cache: str | Path | None = None,
     memory: str | Path | None = None,
     notify: Notify = lambda _: None,
@@ -58,6 +59,7 @@ def load(
         weights: Of the native backend: `auto` (as they are stored), `f32`, `bf16` or `q8` (8 bits, which changes the
             model a little).
         threads: Of the native backend; `None` takes the physical cores.
+        kv: Of the native backend: keys and values in `f32`, or in `bf16`, which halves their memory.
         cache: Folder for fetched and converted models; `None` takes `cache_folder()`.
         memory: Folder of what the drafter learned in earlier runs: read if it is there, written by `Model.save_memory`.
         notify: Called with a sentence when something that takes time begins.
@@ -67,7 +69,7 @@ def load(
         UnsupportedError: The model or the pair of models cannot be run, or the drafter has no use for a memory.
         InvalidInputError: An argument is not one of those above.
     """
-    engine = EngineChoice(backend, device, dtype, weights, threads)
+    engine = EngineChoice(backend, device, dtype, weights, threads, kv)
     loader = Loader(cache, engine, notify)
     choice = parse_drafter(drafter)  # a wrong name is told before anything is loaded
     memory = check_memory(memory, choice) if memory is not None else None
@@ -136,7 +138,12 @@ class Model:
         raise AssertionError("the engine ended without a completion")
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, chat: bool | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[Event]:
         """Events of one prompt as they happen: tokens with their origin, figures of each round, the completion.
 
@@ -144,11 +151,12 @@ class Model:
             prompt: A string, chat messages, or token ids.
             params: Sampling settings; the default is greedy decoding of up to 256 tokens.
             chat: Whether to put a string into the model's chat template; `None` does so if it has one.
+            progress: Told how many of the prompt's tokens have been read, and of how many, while it is read.
 
         Raises:
             InvalidInputError: The prompt is empty or too long, or the model has no chat template but needs one.
         """
-        request = Request(self.encode(prompt, chat=chat), params or SamplingParams())
+        request = Request(self.encode(prompt, chat=chat), params or SamplingParams(), progress=progress)
         return (event for _, event in self.engine.run([request]))
 
     def encode(self, prompt: Prompt, *, chat: bool | None = None) -> list[int]:

@@ -72,6 +72,7 @@ BackendOption = Annotated[
 WeightsOption = Annotated[
     str, typer.Option(help="For native: auto (as stored), f32, bf16 or q8 (8 bits; changes the model a little).")
 ]
+KvOption = Annotated[str, typer.Option(help="For native: keys and values in f32, or bf16 (half the memory).")]
 ThreadsOption = Annotated[int | None, typer.Option(help="For native; the default is the number of physical cores.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")]
 
@@ -153,6 +154,7 @@ def generate(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     color: Annotated[Literal["auto", "always", "never"], typer.Option(help="Colour the tokens by origin.")] = "auto",
@@ -179,7 +181,11 @@ def generate(
     chat = False if no_chat else None
     with progress() as notify:
         chosen = _parse_rule(rule, lossy_typical)
-        options = {"draft_tokens": draft_tokens, "rule": chosen, **_engine(backend, weights, threads, device, dtype)}
+        options = {
+            "draft_tokens": draft_tokens,
+            "rule": chosen,
+            **_engine(backend, weights, threads, kv, device, dtype),
+        }
         loaded = _load(model, drafter, notify, verbose=verbose, memory=memory, **options)
         if compare:
             notify("Warming up")
@@ -226,6 +232,7 @@ def verify(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     verbose: VerboseOption = False,
@@ -245,7 +252,7 @@ def verify(
         return
     texts = list(PROMPTS) if prompts is None else _read_lines(prompts)
     with progress() as notify:
-        options = {"draft_tokens": draft_tokens, "rule": rule, **_engine(backend, weights, threads, device, dtype)}
+        options = {"draft_tokens": draft_tokens, "rule": rule, **_engine(backend, weights, threads, kv, device, dtype)}
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         result = run(loaded, prompts=texts, max_tokens=max_tokens, samples=samples, control=control, notify=notify)
     console = Console(highlight=False)
@@ -272,6 +279,7 @@ def trace(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     verbose: VerboseOption = False,
@@ -283,7 +291,7 @@ def trace(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _read_prompt(prompt)
     chosen = _parse_rule(rule, False)
-    options = {"draft_tokens": draft_tokens, "rule": chosen, **_engine(backend, weights, threads, device, dtype)}
+    options = {"draft_tokens": draft_tokens, "rule": chosen, **_engine(backend, weights, threads, kv, device, dtype)}
     with whole_file(out) as write, progress() as notify:
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         notify("Generating")
@@ -306,13 +314,14 @@ def tune_skip(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
 ) -> None:
     """Search which sublayers drafts can leave out, on your own text; for --drafter layer_skip:FILE."""
     prompts = _read_lines(texts)
     with progress() as notify:
-        options = _engine(backend, weights, threads, device, dtype)
+        options = _engine(backend, weights, threads, kv, device, dtype)
         loaded = _load(model, "suffix", notify, verbose=False, **options)
         from foredraft.proposers.skip_search import search_skip_set
 
@@ -418,9 +427,10 @@ def _memory_saved(model: Model) -> Iterator[None]:
         raise enough
 
 
-def _engine(backend: str, weights: str, threads: int | None, device: str, dtype: str) -> dict[str, Any]:
+def _engine(backend: str, weights: str, threads: int | None, kv: str, device: str, dtype: str) -> dict[str, Any]:
     """The options that say what runs the models, by `load`'s names."""
-    return {"backend": backend, "weights": weights, "threads": threads, "device": device, "dtype": dtype}
+    names = ("backend", "weights", "threads", "kv", "device", "dtype")
+    return dict(zip(names, (backend, weights, threads, kv, device, dtype), strict=True))
 
 
 def _parse_bias(pairs: Sequence[str]) -> dict[int, float]:

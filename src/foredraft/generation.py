@@ -42,7 +42,8 @@ class Request:
 
     `allowed` masks tokens by what came before (grammars). The other fields serve callers who bring their own sampling
     law, test for the end (it is given all tokens so far), or a KV cache that holds the beginning of the prompt already;
-    else all follow from `params`. `detail` asks for what each round looked at (`RoundDetail`), at some cost.
+    else all follow from `params`. `detail` asks for what each round looked at (`RoundDetail`), at some cost. `progress`
+    is told how many tokens of the prompt have been read, and of how many, now and then.
     """
 
     prompt: Sequence[int]
@@ -52,6 +53,10 @@ class Request:
     halt: Callable[[Sequence[int]], bool] | None = None
     cache: KVCache | None = None
     detail: bool = False
+    progress: Callable[[int, int], None] | None = None
+
+
+_PIECE = 1024  # tokens of a prompt between two reports
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class Generation:
         self._settings = replace(params, seed=seed)
         self._halt = request.halt
         self._detail = request.detail
+        self._progress = request.progress
         self._stop_tokens = frozenset() if params.ignore_eos else frozenset(setup.stop_tokens)
         self.law = request.law or SamplingLaw(
             params,
@@ -135,7 +141,12 @@ class Generation:
     def start(self) -> None:
         """Cache the prompt but for its last token: that is the root of the first round, which drafts already."""
         self._started = perf_counter()
-        self._setup.backend.prefill(self.cache, self.tokens[self.cache.length : -1])
+        count = len(self.tokens) - 1
+        while self.cache.length < count:
+            start = self.cache.length
+            self._setup.backend.prefill(self.cache, self.tokens[start : min(start + _PIECE, count)])
+            if self._progress is not None:
+                self._progress(self.cache.length, count)
 
     def propose(self) -> Draft:
         """A draft that leaves room for the token that every round adds."""

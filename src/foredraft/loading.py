@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "native", "transformers")
+KV_FORMATS = ("f32", "bf16")
 _MOST_THREADS = 1024
 _WITH_HYBRID: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid}
 KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in _WITH_HYBRID.values())))
@@ -132,15 +133,17 @@ class EngineChoice:
     dtype: str = "auto"
     weights: str = "auto"
     threads: int | None = None
+    kv: str = "f32"
 
     def __post_init__(self) -> None:
         require("backend", self.backend, self.backend in BACKENDS, f"one of {', '.join(BACKENDS)}")
         require("weights", self.weights, self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
         good = self.threads is None or (is_integer(self.threads) and 1 <= self.threads <= _MOST_THREADS)
         require("threads", self.threads, good, f"an integer in [1, {_MOST_THREADS}]")
-        reason = self.not_native
-        if reason is not None and (self.weights != "auto" or self.threads is not None or self.backend == "native"):
-            wanted = "weights and threads belong to" if self.backend != "native" else "you asked for"
+        require("kv", self.kv, self.kv in KV_FORMATS, f"one of {', '.join(KV_FORMATS)}")
+        reason, asked = self.not_native, (self.weights, self.threads, self.kv) != ("auto", None, "f32")
+        if reason is not None and (asked or self.backend == "native"):
+            wanted = "weights, threads and kv belong to" if self.backend != "native" else "you asked for"
             raise InvalidInputError(f"The native backend, which {wanted}, cannot be taken: {reason}.")
 
     @property
@@ -192,15 +195,16 @@ class Loader:
         from foredraft.backends.native.reading import weights_of_model
 
         weights = weights_of_model(model, self._engine.weights)
-        return NativeBackend(weights, vocabulary_size(tokenizer), threads=self._engine.threads)
+        size, engine = vocabulary_size(tokenizer), self._engine
+        return NativeBackend(weights, size, threads=engine.threads, kv_format=engine.kv)
 
     def _native(self, files: ModelFiles) -> tuple[Backend, PreTrainedTokenizerBase]:
         from foredraft.backends.native.backend import NativeBackend
         from foredraft.backends.native.reading import read_native
 
         read = read_native(files.path, weights=self._engine.weights, cache=self._cache, notify=self._notify)
-        size, threads = vocabulary_size(read.tokenizer), self._engine.threads
-        backend = NativeBackend(read.weights, size, threads=threads, kernels=self._cache / "kernels")
+        size, kernels, engine = vocabulary_size(read.tokenizer), self._cache / "kernels", self._engine
+        backend = NativeBackend(read.weights, size, threads=engine.threads, kv_format=engine.kv, kernels=kernels)
         self._notify(f"Preparing {files.reference} (what must be compiled for this machine is kept)")
         backend.prefill(backend.new_cache(), [0])
         team = f"{backend.team.threads} thread{'s' if backend.team.threads > 1 else ''}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from foredraft.proof.verify import Certificate
     from foredraft.types import Completion, Origin, Stats
 
+_LONG = 2048  # tokens of a prompt that takes so long to read that one wants to know how far it is
 SAME_TEXT = ("greedy", "seed-exact")
 """Rules under which speculation gives the text of plain decoding, not only its law."""
 STYLES: dict[Origin, str] = {"draft": "green", "correction": "bold yellow", "bonus": "underline cyan"}
@@ -43,7 +45,10 @@ def progress() -> Iterator[Notify]:
 def stream(model: Model, text: str, params: SamplingParams, chat: bool | None, out: Console) -> Completion:
     """Show an answer as it comes, its tokens coloured by origin where that is a terminal."""
     completion = None
-    for event in model.stream(text, params, chat=chat):
+    events = model.stream(text, params, chat=chat, progress=lambda done, total: _show_reading(notify, done, total))
+    with progress() as notify:
+        first = next(events)  # the prompt is read before it
+    for event in chain([first], events):
         if isinstance(event, TokenEvent):
             _show(out, event.text, STYLES[event.origin])
         elif isinstance(event, FinishEvent):
@@ -51,6 +56,11 @@ def stream(model: Model, text: str, params: SamplingParams, chat: bool | None, o
             completion = event.completion
     assert completion is not None
     return completion
+
+
+def _show_reading(notify: Notify, done: int, total: int) -> None:
+    if total > _LONG:
+        notify(f"Reading the prompt: {done:,} of {total:,} tokens")
 
 
 def _show(out: Console, text: str, style: str = "") -> None:
