@@ -14,7 +14,7 @@ from foredraft.loading import Loader, parse_drafter
 from foredraft.models import Notify
 from foredraft.proposers.base import Drafter
 from foredraft.types import FinishEvent, RoundEvent, SamplingParams
-from foredraft.watched import Watched
+from foredraft.watched import Round, Watched
 
 CANDIDATES = ("ngram", "suffix", "recycling", "hybrid:suffix+recycling")
 PROMPTS = (
@@ -206,35 +206,47 @@ class _Race:
         return Model(self._model.backend, self._model.tokenizer, drafter, draft_tokens=nodes)
 
     def _trial(self, drafter: Watched, model: Model, plain: list[_Run], runs: list[_Run]) -> Trial:
-        rounds, most = drafter.rounds, model.engine.setup.draft_tokens
+        name, rounds, most = drafter.name, drafter.rounds, model.engine.setup.draft_tokens
         for r in rounds:
-            self._costs.note_draft(drafter.name, r.nodes, r.seconds)
-        other, plainly = median(_accepting(runs)), median(_accepting(plain))
-        expected = {k: self._expected(drafter, k, other, plainly) for k in range(1, most + 1)}
+            self._costs.note_draft(name, r.nodes, r.seconds)
+        accepting = median(_accepting(runs)), median(_accepting(plain))
+        expected = {k: speedup_with(k, rounds, self._costs, name, accepting) for k in range(1, most + 1)}
         best = max(expected, key=lambda k: expected[k])
         return Trial(
-            drafter=drafter.name,
+            drafter=name,
             draft_tokens=most,
             rounds=len(rounds),
             tokens=sum(run.tokens for run in runs),
             drafted=sum(r.nodes for r in rounds),
             accepted=sum(len(r.ranks) for r in rounds),
-            draft_ms=1e3 * self._costs.draft_seconds(drafter.name),
+            draft_ms=1e3 * self._costs.draft_seconds(name),
             speedup=_per_token(plain) / _per_token(runs),
             best_draft_tokens=best,
             expected=expected[best],
         )
 
-    def _expected(self, drafter: Watched, most: int, other: float, plainly: float) -> float:
-        """The speedup if each round had verified only the likeliest `most` of its nodes."""
-        curve, tokens, seconds, plain = self._costs.curve, 0, 0.0, 0.0
-        for r in drafter.rounds:
-            nodes = min(r.nodes, most)
-            forwards = curve.all_seconds(1 + nodes, r.context)
-            tokens += 1 + sum(rank < most for rank in r.ranks)
-            seconds += float(forwards[nodes]) + self._costs.draft_seconds(drafter.name, nodes) + other
-            plain += float(forwards[0]) + plainly
-        return plain / len(drafter.rounds) * tokens / seconds
+
+def speedup_with(most: int, rounds: Sequence[Round], costs: Costs, name: str, accepting: tuple[float, float]) -> float:
+    """What a drafter's rounds would have gained if each had verified only the likeliest `most` of its nodes.
+
+    Args:
+        most: Nodes of a draft.
+        rounds: The rounds as they were; those after a smaller draft are taken to be alike.
+        costs: Of forwards, and of this drafter's drafts.
+        name: The drafter's.
+        accepting: Seconds of what is neither forward nor draft, in its rounds and in those of plain decoding.
+
+    Returns:
+        Tokens a second over those of plain decoding.
+    """
+    tokens, seconds, plain = 0, 0.0, 0.0
+    for r in rounds:
+        nodes = min(r.nodes, most)
+        forwards = costs.curve.all_seconds(1 + nodes, r.context)
+        tokens += 1 + sum(rank < most for rank in r.ranks)
+        seconds += float(forwards[nodes]) + costs.draft_seconds(name, nodes) + accepting[0]
+        plain += float(forwards[0]) + accepting[1]
+    return plain / len(rounds) * tokens / seconds
 
 
 def _drafter(model: Model, name: str) -> Drafter:

@@ -56,13 +56,13 @@ class _WatchedProposer(Proposer):
         started = perf_counter()
         self._proposer.observe(verification, verdict)
         draft, seconds = verification.draft, self._seconds + perf_counter() - started
-        ranks = tuple(rank for rank, node in enumerate(_likeliest_first(draft)) if node in verdict.path)
+        ranks = tuple(rank for rank, node in enumerate(likeliest_first(draft)) if node in verdict.path)
         self._rounds.append(Round(self._context, len(draft), ranks, seconds))
 
     def finish(self, tokens: Sequence[int]) -> None:
         self._proposer.finish(tokens)
 
 
-def _likeliest_first(draft: Draft) -> Sequence[int]:
+def likeliest_first(draft: Draft) -> Sequence[int]:
     """The nodes as a smaller draft would have them; parents stand before their children, which are no likelier."""
     return sorted(range(len(draft)), key=lambda node: -draft.scores[node]) if draft.scores else range(len(draft))
