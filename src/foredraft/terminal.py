@@ -129,33 +129,33 @@ def show_tuning(console: Console, found: Tuning) -> None:
     )
     console.print("", *explained, "", sep="\n", soft_wrap=True)
     console.print(_by_context(found))
-    console.print()
+    console.print("\nThere n counts the rows of each sequence of a batch.\n", soft_wrap=True)
     console.print(_trials(found))
-    console.print(f"\nplain decoding: {found.plain_tokens_per_second:.1f} tokens/s")
+    console.print(
+        "\ntimed: against plain decoding; best: by its costs, with at most so many draft tokens", soft_wrap=True
+    )
+    console.print(f"plain decoding: {found.plain_tokens_per_second:.1f} tokens/s")
     console.print(Text(f"\n{found.recommendation}", style="bold"), soft_wrap=True)
 
 
 def _by_context(found: Tuning) -> Table:
-    """Milliseconds by batch, context and rows of each sequence."""
-    rows = [n for n in (1, 2, 4, 8, 16, 32) if n in found.costs.curve.rows]
-    table = _table("sequences", "context", *(f"{n} row{'s' * (n > 1)}" for n in rows))
+    """The costs in plain steps of the same batch, by batch, context and rows of each sequence."""
+    rows = [n for n in (2, 4, 8, 16, 32) if n in found.costs.curve.rows]
+    table = _table("sequences", "context", *(f"v({n})" for n in rows))
     for size, curve in found.costs.curves.items():
         for context in curve.contexts:
-            times = (f"{1e3 * curve.seconds(size * n, context):.1f}" if size * n in curve.rows else "" for n in rows)
-            table.add_row(str(size), str(context), *times)
-    table.caption, table.caption_justify = "milliseconds; rows are those of each sequence", "left"
+            steps = (f"{curve.v(size * n, context):.2f}" if size * n in curve.rows else "" for n in rows)
+            table.add_row(str(size), str(context), *steps)
     return table
 
 
 def _trials(found: Tuning) -> Table:
-    table = _table("drafter", "accepted", "tokens/forward", "draft ms", "timed", "best", "with")
+    table = _table("drafter", "accepted", "per forward", "draft ms", "timed", "best", "with")
     table.columns[0].justify, table.columns[0].no_wrap = "left", True
     for t in found.trials:
         rate = "–" if t.acceptance_rate is None else f"{t.acceptance_rate:.0%}"
         figures = (f"{t.mean_accepted_length:.2f}", f"{t.draft_ms:.2f}", f"{t.speedup:.2f}x", f"{t.expected:.2f}x")
         table.add_row(t.drafter, rate, *figures, f"{t.best_draft_tokens}")
-    table.caption_justify = "left"
-    table.caption = "timed: against plain decoding; best: by its costs, with at most so many draft tokens"
     return table
 
 
