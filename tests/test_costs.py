@@ -197,6 +197,15 @@ def test_a_drafter_whose_drafts_are_all_alike_is_taken_for_a_model() -> None:
     assert DraftCost().seconds() == 0
 
 
+def test_drafts_that_became_dearer_are_learned() -> None:
+    cost = DraftCost()
+    for seconds in (0.001, 0.004):
+        for turn in range(80):
+            cost.note(turn % 3, seconds)
+            cost.seconds()
+    assert cost.seconds(1) == pytest.approx(0.004)
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1)), min_size=1, max_size=80))
 def test_draft_costs_are_never_negative(drafts: list[tuple[int, float]]) -> None:
     cost = DraftCost()
