@@ -314,6 +314,7 @@ def tune(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     verbose: VerboseOption = False,
@@ -332,7 +333,8 @@ def tune(
     if not texts:
         raise InvalidInputError(f"{prompts} has no prompts: give one a line.")
     with whole_file(plot) if plot is not None else nullcontext() as write, progress() as notify:
-        loaded = _load(model, "none", notify, verbose=verbose, **_engine(backend, weights, threads, device, dtype))
+        options = _engine(backend, weights, threads, kv, device, dtype)
+        loaded = _load(model, "none", notify, verbose=verbose, **options)
         found = run(loaded, prompts=texts, params=params, seconds=seconds, notify=notify)
         file = keep(found.costs, cache_folder())
         if write is not None:
