@@ -87,7 +87,12 @@ def main() -> None:
     options = parser.parse_args()
 
     model = foredraft.load(
-        options.model, "ngram", draft_tokens=options.draft_tokens, device=options.device, dtype=options.dtype
+        options.model,
+        "ngram",
+        draft_tokens=options.draft_tokens,
+        backend="transformers",  # all methods on the same forwards; benchmarks/native.py has the other backend
+        device=options.device,
+        dtype=options.dtype,
     )
     prompts = [model.encode(prompt) for prompt in load_prompts(options.prompts, options.limit)]
     methods: dict[str, Method] = {
