@@ -7,12 +7,14 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foredraft.acceptance import RULES
 from foredraft.backends.base import Backend
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError
 from foredraft.generation import Request
 from foredraft.loading import EngineChoice, Loader, check_memory, parse_drafter, stop_tokens
 from foredraft.models import ModelFiles, Notify
+from foredraft.proposers.auto import Auto
 from foredraft.proposers.base import Drafter
 from foredraft.types import Completion, Event, FinishEvent, SamplingParams
 
@@ -27,7 +29,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 def load(
     model: str | Path | PreTrainedModel,
-    drafter: DrafterLike = "ngram",
+    drafter: DrafterLike = "auto",
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokens: int | None = None,
@@ -47,7 +49,8 @@ def load(
     Args:
         model: A bundled name, a folder, a `.gguf` file, a hub id, or a transformers model (then give its `tokenizer`).
         drafter: One of `KNOWN_DRAFTERS` (REF is a model reference), `None` for none, a transformers model of the same
-            vocabulary, or a `Drafter`.
+            vocabulary, or a `Drafter`. `auto` needs to know what forwards cost here: it takes a second to measure that,
+            once for a model that lies in a folder or file.
         tokenizer: The tokenizer of a transformers model that was passed in.
         draft_tokens: Most tokens a draft may have; `None` takes what suits the drafter.
         rule: Name of the acceptance rule; `None` takes the one that fits each request.
@@ -79,7 +82,9 @@ def load(
         raise InvalidInputError("A transformers model was given without its tokenizer: pass tokenizer=…")
     else:
         target, files = loader.backend_of(model, tokenizer), None
-    ready = loader.drafter(choice, target, tokenizer)
+    ready = loader.drafter(choice, target, tokenizer, files)
+    if isinstance(ready, Auto):  # it drafts whatever the others allow
+        ready.trees = target.capabilities.trees and (rule not in RULES or RULES[rule].trees)
     loaded = Model(target, tokenizer, ready, draft_tokens=draft_tokens, rule=rule, files=files, memory=memory)
     if memory is not None and ready is not None:
         notify(f"Reading what {ready.name} learned")

@@ -1,7 +1,11 @@
-"""The ways of drafting, by name. A new one is a file here and a row in `DRAFTERS`; `hybrid` joins several of them."""
+"""The ways of drafting, by name. A new one is a file here and a row in `DRAFTERS`; `hybrid` joins several of them.
+
+`auto` joins them as well, and decides which of them pay.
+"""
 
 from __future__ import annotations
 
+from foredraft.proposers.auto import Auto
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.early_exit import EarlyExit
@@ -21,4 +25,5 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "early_exit": EarlyExit,
     "layer_skip": LayerSkip,
     "self_quant": SelfQuantized,
+    "auto": Auto,
 }
