@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError
+from foredraft.estimates import Calibration
 from foredraft.loading import parse_drafter
 from foredraft.proposers.base import Proposer
-from foredraft.proposers.hybrid import Calibration, Hybrid, merge
+from foredraft.proposers.hybrid import Hybrid, merge
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
 from foredraft.randomness import RandomSource

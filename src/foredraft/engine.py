@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from statistics import fmean
 from time import perf_counter
 
 from foredraft.acceptance import RULES, Draws, Rule
-from foredraft.backends.base import Backend, Query
+from foredraft.backends.base import Backend, KVCache, Query
 from foredraft.checks import is_integer, require
+from foredraft.costs import Costs
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Generation, Request, Setup
 from foredraft.proposers.base import Drafter, Verification
 from foredraft.text import TextTokenizer
-from foredraft.types import Event
+from foredraft.types import Draft, Event
 
 MOST_DRAFT_TOKENS = 64
 
@@ -27,6 +29,8 @@ class Engine:
         stop_tokens: Ids that end an answer.
         draft_tokens: Most nodes of a draft, in [0, 64]; 0 is plain decoding, `None` what suits the drafter.
         rule: Name of the acceptance rule; `None` takes the one that fits each request.
+        costs: What the target's forwards cost, as measured: to be refined by every round, and compared with. `None`
+            takes those by which the drafter decides, if it does.
 
     Raises:
         InvalidInputError: An argument is out of range.
@@ -42,6 +46,7 @@ class Engine:
         stop_tokens: Collection[int] = (),
         draft_tokens: int | None = None,
         rule: str | None = None,
+        costs: Costs | None = None,
     ) -> None:
         if draft_tokens is None:
             draft_tokens = drafter.draft_tokens if drafter is not None else 0
@@ -58,6 +63,7 @@ class Engine:
             stop_tokens=stop_tokens,
             draft_tokens=draft_tokens,
             rule=RULES[rule] if rule is not None else None,
+            costs=costs if costs is not None or drafter is None else drafter.costs,
         )
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
@@ -76,12 +82,13 @@ class Engine:
 
     def _round(self, running: dict[int, Generation]) -> Iterator[tuple[int, Event]]:
         """One round of every running request. This is speculative decoding."""
-        drafts = [g.propose() for g in running.values()]
+        drafts = self._select([g.propose() for g in running.values()], running)
 
         started = perf_counter()
         queries = [Query(g.cache, g.tokens[-1], draft) for g, draft in zip(running.values(), drafts, strict=True)]
         scored = self.setup.backend.forward(queries)
         verify_seconds = perf_counter() - started
+        self._note(queries, verify_seconds)
 
         for (index, g), (_, root, draft), logits in zip(running.items(), queries, scored, strict=True):
             started = perf_counter()
@@ -90,8 +97,25 @@ class Engine:
             verdict, events = g.emit(verdict)
             self.setup.backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
             accept_seconds = perf_counter() - started
-            events += g.close_round(Verification(draft, logits, p, root), verdict, verify_seconds, accept_seconds)
+            verification = Verification(draft, logits, p, root, accept_seconds)
+            events += g.close_round(verification, verdict, verify_seconds, len(queries))
             yield from ((index, event) for event in events)
+
+    def _select(self, drafts: list[Draft], running: dict[int, Generation]) -> list[Draft]:
+        """What is worth verifying, for all requests together: one forward serves them all."""
+        drafter = self.setup.drafter
+        return drafter.select(drafts, _context(g.cache for g in running.values())) if drafter is not None else drafts
+
+    def _note(self, queries: list[Query], seconds: float) -> None:
+        """Refine the measured costs by this forward."""
+        if self.setup.costs is not None:
+            rows = sum(len(query.draft) + 1 for query in queries)
+            self.setup.costs.note(rows, _context(query.cache for query in queries), seconds, len(queries))
+
+
+def _context(caches: Iterable[KVCache]) -> int:
+    """Tokens that are cached, of each sequence on average."""
+    return round(fmean(cache.length for cache in caches))
 
 
 def _refuse_misfits(drafter: Drafter, backend: Backend, rule: Rule | None) -> None:

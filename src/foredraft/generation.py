@@ -14,8 +14,9 @@ from torch import Tensor
 
 from foredraft.acceptance import RULES, Draws, Rule, default_rule
 from foredraft.backends.base import Backend, KVCache
+from foredraft.costs import Costs
 from foredraft.errors import InvalidInputError
-from foredraft.metrics import summarize, zero_acceptance
+from foredraft.metrics import slower_than_plain, summarize, zero_acceptance
 from foredraft.proposers.base import Drafter, Verification
 from foredraft.randomness import KeyedSource, RandomSource, TorchSource
 from foredraft.sampling import AllowedTokens, Law, SamplingLaw, refuse_bias_beyond
@@ -64,6 +65,7 @@ class Setup:
     stop_tokens: Collection[int]
     draft_tokens: int
     rule: Rule | None
+    costs: Costs | None = None
 
     def rule_for(self, greedy: bool) -> Rule:
         """The acceptance rule of a request.
@@ -198,22 +200,23 @@ class Generation:
             self.finish_reason = "length"
         return text
 
-    def close_round(self, verification: Verification, verdict: Verdict, verify: float, accept: float) -> list[Event]:
+    def close_round(self, verification: Verification, verdict: Verdict, verify: float, batch: int) -> list[Event]:
         """Let the proposer learn, count the round, and build the completion if it was the last one."""
         if self._proposer is not None:
             self._proposer.observe(verification, verdict)
         forwards, seconds = self._draft_cost
+        proposers = verification.draft.proposers
         stats = RoundStats(
             drafted=len(verification.draft),
+            drafted_from=Counter(proposers),
             accepted=len(verdict.path),
-            accepted_from=Counter(
-                verification.draft.proposers[node] for node in verdict.path if verification.draft.proposers
-            ),
+            accepted_from=Counter(proposers[node] for node in verdict.path if proposers),
             emitted=len(verdict.tokens),
             draft_forwards=forwards,
             draft_seconds=seconds,
             verify_seconds=verify,
-            accept_seconds=accept,
+            accept_seconds=verification.accept_seconds,
+            batch=batch,
         )
         self._rounds.append(stats)
         now = perf_counter()
@@ -260,10 +263,15 @@ class Generation:
         return FinishEvent(held, completion)
 
     def _warnings(self) -> tuple[str, ...]:
-        drafter = self._setup.drafter
-        idle = zero_acceptance(self._rounds, drafter.when_nothing_is_accepted) if drafter is not None else None
-        lossy = f"Rule '{self.rule.name}' is lossy: the model by itself would write another text."
-        return tuple(w for w in (idle, lossy if self.rule.lossy else None) if w is not None)
+        drafter, costs = self._setup.drafter, self._setup.costs
+        found: list[str | None] = []
+        if drafter is not None:
+            plain = costs.seconds(1, self.cache.length) if costs is not None else None
+            idle = zero_acceptance(self._rounds, drafter.when_nothing_is_accepted)
+            found = [idle, slower_than_plain(self._rounds, plain) if not drafter.costs else None]
+        if self.rule.lossy:
+            found.append(f"Rule '{self.rule.name}' is lossy: the model by itself would write another text.")
+        return tuple(warning for warning in found if warning is not None)
 
 
 def _checked_prompt(prompt: Sequence[int], backend: Backend) -> list[int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
 from foredraft.types import RoundStats, Stats
 
 _MANY_ROUNDS = 16
+_LONG_WINDOW = 64  # rounds
+_SETTLING = 4  # rounds
 
 
 def summarize(
@@ -35,6 +38,7 @@ def summarize(
     return Stats(
         tokens=tokens,
         target_forwards=len(rounds),
+        plain_rounds=sum(not r.drafted for r in rounds),
         draft_forwards=sum(r.draft_forwards for r in rounds),
         drafted=drafted,
         accepted=accepted,
@@ -47,10 +51,46 @@ def summarize(
         draft_seconds=sum(r.draft_seconds for r in rounds),
         verify_seconds=sum(r.verify_seconds for r in rounds),
         accept_seconds=sum(r.accept_seconds for r in rounds),
-        accepted_from=dict(sum((Counter(r.accepted_from) for r in rounds), Counter())),
+        drafted_from=_joined(r.drafted_from for r in rounds),
+        accepted_from=_joined(r.accepted_from for r in rounds),
         drafter=drafter,
         rule=rule,
         backend=backend,
+    )
+
+
+def _joined(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    joined: Counter[str] = Counter()
+    for each in counts:
+        joined.update(each)
+    return dict(joined)
+
+
+def slower_than_plain(rounds: Sequence[RoundStats], plain_seconds: float | None) -> str | None:
+    """A warning if speculation was slower than plain decoding would have been, over many rounds.
+
+    Args:
+        rounds: Those of one answer. In a batch they share forwards, and nothing is said about one of them.
+        plain_seconds: A plain forward, as measured elsewhere; `None` takes the rounds that drafted nothing.
+    """
+    seen = rounds[_SETTLING:]  # the first rounds of a process may wait for something to be compiled
+    if len(seen) < _LONG_WINDOW or any(r.batch > 1 for r in seen):
+        return None
+    drafting, plain = [r for r in seen if r.drafted], [r.verify_seconds for r in seen if not r.drafted]
+    if plain_seconds is None and len(plain) >= _MANY_ROUNDS:
+        plain_seconds = median(plain)
+    if plain_seconds is None or not drafting:
+        return None
+    tokens = sum(r.emitted for r in seen)
+    seconds = sum(r.draft_seconds + r.verify_seconds for r in seen)
+    gain = tokens * plain_seconds / seconds
+    if gain >= 1:
+        return None
+    accepted = sum(r.accepted for r in seen) / sum(r.drafted for r in seen)
+    return (
+        f"Speculation ran at {gain:.2f} x of plain decoding over the last {len(seen)} rounds: {tokens / seconds:.1f} "
+        f"against {1 / plain_seconds:.1f} tokens/s, with {accepted:.0%} of drafted tokens accepted. "
+        "Use drafter 'auto', which drafts only where it pays, or 'none'."
     )
 
 

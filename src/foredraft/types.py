@@ -165,9 +165,10 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundStats:
-    """Counts and seconds of one round of one sequence."""
+    """Counts and seconds of one round of one sequence; `verify_seconds` are those of the batch's whole forward."""
 
     drafted: int
+    drafted_from: Mapping[str, int]
     accepted: int
     accepted_from: Mapping[str, int]
     emitted: int
@@ -175,6 +176,8 @@ class RoundStats:
     draft_seconds: float
     verify_seconds: float
     accept_seconds: float
+    batch: int = 1
+    """Sequences in the forward."""
 
 
 class TokenEvent(NamedTuple):
@@ -213,12 +216,14 @@ class Stats:
 
     `target_forwards` counts the forwards that score tokens; the prompt's prefill is in `ttft_ms` instead.
     `mean_accepted_length` = tokens / target_forwards, so plain decoding has 1.00. `acceptance_rate` = accepted /
-    drafted, `None` if nothing was drafted; `accepted_from` splits `accepted` by proposer in a hybrid. `tpot_ms` =
-    (end to end - TTFT) / (tokens - 1), `None` for one token.
+    drafted, `None` if nothing was drafted; `drafted_from` and `accepted_from` split these by proposer where there are
+    several. `plain_rounds` counts the forwards in which nothing was drafted. `tpot_ms` = (end to end - TTFT) /
+    (tokens - 1), `None` for one token.
     """
 
     tokens: int
     target_forwards: int
+    plain_rounds: int
     draft_forwards: int
     drafted: int
     accepted: int
@@ -231,6 +236,7 @@ class Stats:
     draft_seconds: float
     verify_seconds: float
     accept_seconds: float
+    drafted_from: Mapping[str, int]
     accepted_from: Mapping[str, int]
     drafter: str
     rule: str

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foredraft.acceptance import Draws
 from foredraft.backends.base import Backend, KVCache
+from foredraft.costs import Costs
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
@@ -23,6 +24,8 @@ class Verification(NamedTuple):
     logits: Tensor
     p: Tensor
     root: int
+    accept_seconds: float = 0.0
+    """What it took after the forward: sampling law, acceptance and commit."""
 
 
 class Proposer(ABC):
@@ -30,6 +33,8 @@ class Proposer(ABC):
 
     forwards: int = 0
     """Forwards of a draft model so far."""
+    watches: bool = False
+    """Whether it learns from verifications of others' drafts too, in rounds in which it was not asked for one."""
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
@@ -62,6 +67,8 @@ class Drafter(ABC):
     """Nodes of a draft when the user does not say."""
     learns: bool = False
     """Whether it learns from earlier text: what, `save` keeps in a folder for the next process to `load`."""
+    costs: Costs | None = None
+    """The measured costs by which it decides what is worth drafting, if it does."""
     when_nothing_is_accepted: str
     """Likely causes of zero acceptance, for a warning."""
 
@@ -90,6 +97,15 @@ class Drafter(ABC):
         Raises:
             ModelError: It cannot be read, is damaged, or was learned for another target.
         """
+
+    def select(self, drafts: Sequence[Draft], context: int) -> list[Draft]:
+        """What is verified of the drafts of one round, which are those of all running sequences.
+
+        Args:
+            drafts: What the proposers proposed.
+            context: Tokens that are cached, of each sequence about.
+        """
+        return list(drafts)
 
     @abstractmethod
     def proposer(self, law: Law, source: RandomSource) -> Proposer:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log2
 from pathlib import Path
 
-import torch
-
 from foredraft.backends.base import KVCache
+from foredraft.estimates import UNSCORED, Calibration
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.proposers.files import damaged, read_arrays, write_arrays
 from foredraft.randomness import RandomSource
@@ -17,11 +15,7 @@ from foredraft.sampling import Law
 from foredraft.tree import depths
 from foredraft.types import Draft, Verdict
 
-_BINS = 24  # of a node's raw score, two for each halving
-_PRIOR_TRIES = 8.0  # how many tries a raw score is worth before acceptances are seen
-_NOTHING = ([0.0] * _BINS, [0.0] * _BINS)
 _ABOUT = {"foredraft": "hybrid", "version": "1"}
-_UNSCORED = 0.6  # acceptance taken for each node of a draft without scores
 
 
 class Hybrid(Drafter):
@@ -65,47 +59,21 @@ class Hybrid(Drafter):
             raise damaged(file)
 
 
-class Calibration:
-    """How often nodes were accepted, by who proposed them and by raw score."""
+@dataclass(slots=True)
+class Node:
+    """A node of the merged tree: its token, its place, and the raw score each proposer gave it.
 
-    def __init__(self) -> None:
-        self._counts: dict[str, tuple[list[float], list[float]]] = {}  # hits and tries, by bin
-
-    def __call__(self, who: str, raw: float) -> float:
-        """The acceptance to expect of a node."""
-        hits, tries = self._counts.get(who, _NOTHING)
-        at = _bin(raw)
-        return (hits[at] + _PRIOR_TRIES * raw) / (tries[at] + _PRIOR_TRIES)
-
-    def note(self, who: str, raw: float, accepted: bool) -> None:
-        """Count one verified node."""
-        hits, tries = self._counts.setdefault(who, ([0.0] * _BINS, [0.0] * _BINS))
-        tries[_bin(raw)] += 1
-        hits[_bin(raw)] += accepted
-
-    def arrays(self) -> dict[str, torch.Tensor]:
-        """Hits and tries `[2, bins]` by proposer."""
-        return {who: torch.tensor(counts) for who, counts in self._counts.items()}
-
-    def take_up(self, arrays: dict[str, torch.Tensor]) -> bool:
-        """Go on from what `arrays` gave, if these can be that. Returns whether they can."""
-        for counts in arrays.values():
-            if counts.shape != (2, _BINS) or not counts.isfinite().all():
-                return False
-            if (counts[0] < 0).any() or (counts[0] > counts[1]).any():
-                return False
-        self._counts = {who: (counts[0].tolist(), counts[1].tolist()) for who, counts in arrays.items()}
-        return True
-
-
-@dataclass
-class _Node:
-    """A node of the merged tree: its token, its place, and the raw score each proposer gave it."""
+    Of the others, whoever scores the tree makes use: calibrated path probability, depth, what calibration went by, and
+    whether it is known if the node came true.
+    """
 
     token: int
     parent: int
     raw: dict[str, float]
     score: float = 0.0
+    depth: int = 0
+    context: str = ""
+    judged: bool = False
 
     @property
     def who(self) -> str:
@@ -141,17 +109,9 @@ class HybridProposer(Proposer):
         for node in merged:
             above = merged[node.parent].score if node.parent >= 0 else 1.0
             node.score = min(above, self._calibration(node.who, node.best))  # a path is no likelier than its beginning
-        kept = sorted(range(len(merged)), key=lambda i: -merged[i].score)[:budget]
-        order = sorted(kept)  # parents still come first: none is scored below its children
-        place = {-1: -1, **{old: new for new, old in enumerate(order)}}
-        nodes = [merged[i] for i in order]
+        draft, nodes = likeliest(merged, budget)
         self._raw = [(node.who, node.best) for node in nodes]
-        return Draft(
-            tokens=tuple(node.token for node in nodes),
-            parents=tuple(place[node.parent] for node in nodes),
-            scores=tuple(node.score for node in nodes),
-            proposers=tuple(node.who for node in nodes),
-        )
+        return draft
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Calibrate, and let every part learn. Parts with a KV cache of their own see what was accepted of theirs."""
@@ -166,22 +126,33 @@ class HybridProposer(Proposer):
             part.finish(tokens)
 
 
-def merge(drafts: dict[str, Draft]) -> list[_Node]:
+def likeliest(nodes: Sequence[Node], budget: int) -> tuple[Draft, list[Node]]:
+    """The draft of the `budget` nodes with the highest scores, none of which is above its parent's; and these nodes."""
+    kept = sorted(range(len(nodes)), key=lambda i: -nodes[i].score)[:budget]
+    order = sorted(kept)  # parents still come first
+    place = {-1: -1, **{old: new for new, old in enumerate(order)}}
+    chosen = [nodes[i] for i in order]
+    draft = Draft(
+        tokens=tuple(node.token for node in chosen),
+        parents=tuple(place[node.parent] for node in chosen),
+        scores=tuple(node.score for node in chosen),
+        proposers=tuple(node.who for node in chosen),
+    )
+    return draft, chosen
+
+
+def merge(drafts: dict[str, Draft]) -> list[Node]:
     """The union of the drafts' nodes by prefix, parents before children, earlier drafts' nodes first."""
-    merged: list[_Node] = []
+    merged: list[Node] = []
     places: dict[tuple[int, int], int] = {}
     for name, draft in drafts.items():
-        scores = draft.scores or [_UNSCORED**depth for depth in depths(draft)[1:]]
+        scores = draft.scores or [UNSCORED**depth for depth in depths(draft)[1:]]
         own: list[int] = []
         for token, parent, score in zip(draft.tokens, draft.parents, scores, strict=True):
             key = (own[parent] if parent >= 0 else -1, token)
             if key not in places:
                 places[key] = len(merged)
-                merged.append(_Node(token, key[0], {}))
+                merged.append(Node(token, key[0], {}))
             own.append(places[key])
             merged[own[-1]].raw.setdefault(name, score)
     return merged
-
-
-def _bin(raw: float) -> int:
-    return min(int(-2 * log2(max(raw, 1e-9))), _BINS - 1)

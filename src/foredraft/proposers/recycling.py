@@ -107,6 +107,8 @@ class Recycling(Drafter):
 class RecyclingProposer(Proposer):
     """Reads one sequence's drafts out of the shared table."""
 
+    watches = True
+
     def __init__(self, table: Recycling) -> None:
         self._table = table
 

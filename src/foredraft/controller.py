@@ -1,0 +1,263 @@
+"""How much to draft, who drafts, and when to stop: whatever pays at the measured cost, and nothing else.
+
+Pure logic over figures: no model, no tokens. `proposers/auto.py` feeds it and does what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from foredraft.costs import Costs
+from foredraft.types import Draft
+
+_ROUNDS = 100.0  # over which the running rate is a mean
+_FIRST = 3.0  # plain rounds that it begins with
+_PROMISES = 20.0  # accepted tokens after which what was promised is half believed
+_TABLE_LASTS = 8  # rounds between two looks at the cost curve
+_CONTEXT_STEP = 64  # tokens of context, likewise
+_ASKS = 16.0  # over which a proposer's worth is a mean
+_TRIAL_SHARE = 0.004  # of a plain step that re-trying a proposer may take
+_TRIALS_ALIKE = 8  # useless trials after which they come half as often
+_RAREST = 8  # times as seldom as their cost alone would have it
+
+
+class Choice(NamedTuple):
+    """What is worth verifying: the kept nodes of each draft, in order."""
+
+    kept: list[list[int]]
+    gain: float
+    """Tokens that they promise over a plain step, less what their verification costs at the running rate."""
+
+
+class Controller:
+    """The stopping rule, for one workload.
+
+    With R the running tokens per second, a node is worth verifying if its path probability is at least R times the
+    seconds that it adds (Dinkelbach's rule for the best ratio of tokens to seconds). Path probabilities fall along a
+    path, so nodes in their order are closed under parents. As measured costs have steps, the nodes that are kept are
+    those up to the largest total gain, not up to the first that does not pay by itself. If there is none, the round is
+    a plain step. In a batch one forward serves all requests, so one order goes over the nodes of all of them.
+
+    Nodes that were *drawn* from a distribution q are never left out: whether a node is kept would depend on the token
+    that was drawn, and then q is no longer the law it was drawn from, which bends the output. Of such drafts only the
+    length may be decided, before the draw (`draft_length`). Nodes without q, point masses, are functions of the
+    context: leaving out any of them keeps every rule exact.
+
+    Args:
+        costs: Seconds of the target's forwards on this machine.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.price = 0.0
+        """Tokens that each of the last round's nodes had to promise to pay for itself."""
+        self._tokens = self._seconds = 0.0  # of recent rounds
+        self._promised = self._kept_promises = 0.0
+        self._accept_seconds = 0.0  # of a row, after the forward
+        self._rounds = 0
+        self._sequences = 1  # of the last round
+        self._tables: dict[int, _Table] = {}  # by sequences
+
+    def rate(self, context: int) -> float:
+        """R: tokens per second of the recent rounds, and never less than plain decoding would give."""
+        sequences = self._sequences
+        step = self._forward_seconds(sequences, 0, context) + sequences * self._accept_seconds
+        running = (self._tokens + _FIRST * sequences) / (self._seconds + _FIRST * step)
+        return max(sequences / step, running)
+
+    def choose(self, drafts: Sequence[Draft], context: int, draft_seconds: float = 0.0) -> Choice:
+        """Pick the nodes that pay, and count the round.
+
+        Args:
+            drafts: One for each sequence of the batch, with path probabilities as scores.
+            context: Tokens that are cached, of each about.
+            draft_seconds: What drafting them took.
+        """
+        sequences = self._sequences = len(drafts)
+        drawn = [any(q is not None for q in draft.q) for draft in drafts]
+        base = sum(len(draft) for draft, fixed in zip(drafts, drawn, strict=True) if fixed)
+        offers = [
+            (score, index, node)
+            for index, draft in enumerate(drafts)
+            if not drawn[index]
+            for node, score in enumerate(draft.scores)
+        ]
+        offers.sort(key=lambda offer: -offer[0])  # stable: parents stay before children of the same probability
+        rate = self.rate(context)
+        count, gain, cost = self._most_gain([score for score, _, _ in offers], base, sequences, context, rate)
+        self.price = cost / count if count else 0.0
+        kept: list[list[int]] = [list(range(len(d))) if fixed else [] for d, fixed in zip(drafts, drawn, strict=True)]
+        for _, index, node in offers[:count]:
+            kept[index].append(node)
+        self._count_round(sequences, base + count, context, draft_seconds)
+        return Choice([sorted(nodes) for nodes in kept], gain)
+
+    def draft_length(
+        self, chances: Sequence[float], covered: Sequence[float], step: float, context: int
+    ) -> tuple[int, float]:
+        """How many tokens a drafter that runs a model should draft, decided before it draws any.
+
+        Args:
+            chances: For each depth the chance that its chain is right so far, from its record.
+            covered: For each depth the chance that another draft, which is there already, is right so far.
+            step: Seconds of drafting one token.
+            context: Tokens that are cached.
+
+        Returns:
+            The length and the tokens that it gains, costs paid; 0 and 0 if none pays.
+        """
+        sequences, rate = self._sequences, self.rate(context)
+        base = sum(1 for chance in covered if chance > 0)
+        gain, best, length = 0.0, 0.0, 0
+        before = self._forward_seconds(sequences, base, context)
+        for depth, chance in enumerate(chances):
+            after = self._forward_seconds(sequences, base + depth + 1, context)
+            other = covered[depth] if depth < len(covered) else 0.0
+            gain += self.trust * max(chance - other, 0.0) - rate * (after - before + step + self._accept_seconds)
+            before = after
+            if gain > best:
+                best, length = gain, depth + 1
+        return length, best
+
+    @property
+    def trust(self) -> float:
+        """Accepted tokens over promised ones: of many estimates the best are picked, and these flatter."""
+        return min(1.0, (self._kept_promises + _PROMISES) / (self._promised + _PROMISES))
+
+    def plain_seconds(self, context: int) -> float:
+        """A plain step of the batch."""
+        return self._forward_seconds(self._sequences, 0, context)
+
+    def learn(self, tokens: int, promised: float, accepted: int, rows: int, accept_seconds: float) -> None:
+        """What one request made of its round: tokens emitted, accepted ones promised and found, seconds after it."""
+        self._tokens += tokens
+        fade = 1.0 - 1.0 / _ROUNDS
+        self._promised = self._promised * fade + promised
+        self._kept_promises = self._kept_promises * fade + accepted
+        self._accept_seconds = _robust_mean(self._accept_seconds, accept_seconds / rows, self._rounds)
+
+    def _most_gain(
+        self, scores: Sequence[float], base: int, sequences: int, context: int, rate: float
+    ) -> tuple[int, float, float]:
+        """How many of the likeliest nodes gain most together, the gain, and what they cost; both in tokens."""
+        gain = best = cost = best_cost = 0.0
+        count, trust = 0, self.trust
+        before = self._forward_seconds(sequences, base, context)
+        for number, score in enumerate(scores, start=1):
+            after = self._forward_seconds(sequences, base + number, context)
+            extra = rate * (after - before + self._accept_seconds)
+            gain, cost, before = gain + trust * score - extra, cost + extra, after
+            if gain > best:
+                best, count, best_cost = gain, number, cost
+        return count, best, best_cost
+
+    def _count_round(self, sequences: int, nodes: int, context: int, draft_seconds: float) -> None:
+        """Seconds as the curve has them, not as measured: a stalled round says nothing about the next one."""
+        fade = 1.0 - 1.0 / _ROUNDS
+        accept = (sequences + nodes) * self._accept_seconds
+        seconds = self._forward_seconds(sequences, nodes, context) + draft_seconds + accept
+        self._tokens, self._seconds = self._tokens * fade, self._seconds * fade + seconds
+        self._rounds += 1
+
+    def _forward_seconds(self, sequences: int, nodes: int, context: int) -> float:
+        table, rows, context = self._tables.get(sequences), sequences + nodes, context // _CONTEXT_STEP * _CONTEXT_STEP
+        if table is None or table.context != context or rows > len(table.seconds) or self._rounds >= table.until:
+            most = max(rows, sequences + 32)
+            seconds = self.costs.curve_of(sequences).all_seconds(most, context).tolist()
+            table = self._tables[sequences] = _Table(context, self._rounds + _TABLE_LASTS, seconds)
+        return table.seconds[rows - 1]
+
+
+class _Table(NamedTuple):
+    """Seconds of 1 and more rows, looked up once for several rounds."""
+
+    context: int
+    until: int
+    seconds: list[float]
+
+
+@dataclass
+class Arm:
+    """What is known of one proposer across requests."""
+
+    name: str
+    costly: bool
+    """Whether it runs a model: then it is asked for as many tokens as pay, if any."""
+    asking: float = 0.0
+    watching: float = 0.0
+    """Seconds of a draft, and of learning from a verification; robust to interruptions."""
+    worth: float = 1.0
+    """Tokens that it gains a round, verification paid; the first guess of a new request."""
+    asked: int = 0
+    watched: int = 0
+    spent: float = 0.0
+    proposed: int = 0
+    verified: int = 0
+    accepted: int = 0
+    foreseen: int = 0
+    """Tokens of the text that it had right, whether or not they were verified."""
+
+    @property
+    def seconds(self) -> float:
+        """What it takes to have it in a round."""
+        return self.asking + self.watching
+
+    def note_ask(self, nodes: int, seconds: float) -> None:
+        """It drafted so many nodes in so long."""
+        self.asked += 1
+        self.proposed += nodes
+        self.spent += seconds
+        self.asking = _robust_mean(self.asking, seconds, self.asked)
+
+    def note_watch(self, seconds: float) -> None:
+        """It learned from a verification."""
+        self.watched += 1
+        self.spent += seconds
+        self.watching = _robust_mean(self.watching, seconds, self.watched)
+
+
+@dataclass
+class Turn:
+    """Whether one request asks an arm this round: always while it is worth its time, else now and then.
+
+    Re-trials take `_TRIAL_SHARE` of a plain step in the mean, and less while they stay useless.
+    """
+
+    arm: Arm
+    worth: float = field(default=-1.0)
+    run: int = 0
+    """Tokens in a row that it has had right."""
+    _idle: int = 0
+    _wait: int = 0
+
+    def __post_init__(self) -> None:
+        if self.worth < 0:
+            self.worth = self.arm.worth
+
+    def due(self, rate: float, plain_seconds: float) -> bool:
+        """Whether to ask now, at this running rate and length of a plain step."""
+        return self.worth >= rate * self.arm.seconds or self.trial(plain_seconds, self.arm.seconds)
+
+    def trial(self, plain_seconds: float, cost: float) -> bool:
+        """Whether it is time to try again what does not pay at the moment."""
+        if self._wait > 0:
+            self._wait -= 1
+            return False
+        often = max(1.0, cost / (_TRIAL_SHARE * plain_seconds))
+        self._wait = round(often * min(_RAREST, 2.0 ** (self._idle // _TRIALS_ALIKE))) - 1
+        self._idle += 1
+        return True
+
+    def note_worth(self, gained: float, rate: float) -> None:
+        """It was asked, and gained so many tokens, verification paid."""
+        self.worth += (gained - self.worth) / _ASKS
+        self.arm.worth += (gained - self.arm.worth) / (4 * _ASKS)
+        if gained >= rate * self.arm.seconds:
+            self._idle = self._wait = 0
+
+
+def _robust_mean(mean: float, value: float, count: int) -> float:
+    """The running mean with one more value; one that is far off, by an interruption, counts as three times the mean."""
+    return mean + (min(value, 3 * mean) - mean) / min(_ASKS, count) if mean > 0 else value
