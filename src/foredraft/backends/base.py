@@ -90,6 +90,10 @@ class Backend(ABC):
         """What the engine has around all its rounds, for a backend that needs the machine to itself."""
         yield
 
+    def conditions(self) -> dict[str, str]:
+        """What the time of a forward depends on besides the model and the CPU, by name: weights, threads, device."""
+        return {}
+
     def refuse_early_exit(self, layers: int) -> None:
         """Raise unless `early_logits` works with this many layers.
 

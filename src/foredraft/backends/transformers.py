@@ -140,6 +140,12 @@ class TransformersBackend(Backend):
         assert isinstance(cache, TransformersCache) and cache.pending == 0
         cache.drop(cache.length - length)
 
+    def conditions(self) -> dict[str, str]:
+        """See `Backend`."""
+        device, dtype = self.model.device, str(self.model.dtype).removeprefix("torch.")
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return {"weights": dtype, "device": name, "threads": str(torch.get_num_threads())}
+
     def refuse_early_exit(self, layers: int) -> None:
         """See `Backend`."""
         self._split(layers)

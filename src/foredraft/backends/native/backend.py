@@ -249,6 +249,11 @@ class NativeBackend(Backend):
         with TORCH_THREADS.one():
             yield
 
+    def conditions(self) -> dict[str, str]:
+        """See `Backend`."""
+        weights = "+".join(sorted(self.weights.formats))
+        return {"weights": weights, "kv": self.kv_format, "threads": str(self.team.threads)}
+
     def refuse_early_exit(self, layers: int) -> None:
         """See `Backend`."""
         require_inner_layer(layers, self.weights.measures.layers)
