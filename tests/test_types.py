@@ -137,5 +137,7 @@ def test_origins_name_each_token(verdict: Verdict, origins: tuple[str, ...]) -> 
 
 
 def test_stats_become_plain_json() -> None:
-    stats = Stats(1, 1, 0, 0, 0, None, 1.0, 2.0, None, 3.0, 4.0, 0.0, 0.1, 0.2, {}, "none", "greedy", "transformers")
+    stats = Stats(
+        1, 1, 1, 0, 0, 0, None, 1.0, 2.0, None, 3.0, 4.0, 0.0, 0.1, 0.2, {}, {}, "none", "greedy", "transformers"
+    )
     assert json.loads(json.dumps(stats.to_dict())) == stats.to_dict()

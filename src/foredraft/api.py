@@ -27,7 +27,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 def load(
     model: str | Path | PreTrainedModel,
-    drafter: DrafterLike = "ngram",
+    drafter: DrafterLike = "auto",
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokens: int | None = None,
@@ -46,7 +46,8 @@ def load(
     Args:
         model: A bundled name, a folder, a `.gguf` file, a hub id, or a transformers model (then give its `tokenizer`).
         drafter: One of `KNOWN_DRAFTERS` (REF is a model reference), `None` for none, a transformers model of the same
-            vocabulary, or a `Drafter`.
+            vocabulary, or a `Drafter`. `auto` needs to know what forwards cost here: it takes a second to measure that,
+            once for a model that lies in a folder or file.
         tokenizer: The tokenizer of a transformers model that was passed in.
         draft_tokens: Most tokens a draft may have; `None` takes what suits the drafter.
         rule: Name of the acceptance rule; `None` takes the one that fits each request.
@@ -77,7 +78,7 @@ def load(
         raise InvalidInputError("A transformers model was given without its tokenizer: pass tokenizer=…")
     else:
         target, files = loader.backend_of(model, tokenizer), None
-    ready = loader.drafter(choice, target, tokenizer)
+    ready = loader.drafter(choice, target, tokenizer, files)
     loaded = Model(target, tokenizer, ready, draft_tokens=draft_tokens, rule=rule, files=files, memory=memory)
     if memory is not None and ready is not None:
         notify(f"Reading what {ready.name} learned")

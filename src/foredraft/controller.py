@@ -95,30 +95,34 @@ class Controller:
         return Choice([sorted(nodes) for nodes in kept], gain)
 
     def draft_length(
-        self, chances: Sequence[float], covered: Sequence[float], step: float, context: int
+        self, chances: Sequence[float], others: Sequence[tuple[float, int]], step: float, context: int
     ) -> tuple[int, float]:
         """How many tokens a drafter that runs a model should draft, decided before it draws any.
 
         Args:
             chances: For each depth the chance that its chain is right so far, from its record.
-            covered: For each depth the chance that another draft, which is there already, is right so far.
+            others: Path probability and depth of each node that is drafted already.
             step: Seconds of drafting one token.
             context: Tokens that are cached.
 
         Returns:
-            The length and the tokens that it gains, costs paid; 0 and 0 if none pays.
+            The length and the tokens that it gains over what is there, costs paid; 0 and 0 if none pays.
         """
         sequences, rate = self._sequences, self.rate(context)
-        base = sum(1 for chance in covered if chance > 0)
+        others = sorted(others, key=lambda other: -other[0])
+        base, _, _ = self._most_gain([score for score, _ in others], 0, sequences, context, rate)
+        covered = [0.0] * len(chances)
+        for score, depth in others[:base]:
+            if depth <= len(covered):
+                covered[depth - 1] += score
         gain, best, length = 0.0, 0.0, 0
         before = self._forward_seconds(sequences, base, context)
-        for depth, chance in enumerate(chances):
-            after = self._forward_seconds(sequences, base + depth + 1, context)
-            other = covered[depth] if depth < len(covered) else 0.0
+        for number, (chance, other) in enumerate(zip(chances, covered, strict=True), start=1):
+            after = self._forward_seconds(sequences, base + number, context)
             gain += self.trust * max(chance - other, 0.0) - rate * (after - before + step + self._accept_seconds)
             before = after
             if gain > best:
-                best, length = gain, depth + 1
+                best, length = gain, number
         return length, best
 
     @property

@@ -41,10 +41,8 @@ class Calibration:
             context: What else is known of it.
             prior: What to expect before anything was seen, if not `raw`.
         """
-        if self._above is not None:
-            estimate = self._above(who, raw, context, prior)
-        else:
-            estimate = raw if prior is None else prior
+        prior = raw if prior is None else prior
+        estimate = prior if self._above is None else self._above(who, raw, context, prior)
         at = _bin(raw)
         for key in _keys(who, context):
             counts = self._counts.get(key)

@@ -18,9 +18,11 @@ from foredraft.backends.native.families import NotNativeError
 from foredraft.backends.native.tensors import WEIGHTS
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.checks import is_integer, require
+from foredraft.costs import Costs
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.models import ModelFiles, Notify, file_key, resolve
 from foredraft.proposers import DRAFTERS
+from foredraft.proposers.auto import DEFAULT_PARTS, Auto
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.hybrid import Hybrid
@@ -66,8 +68,8 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
         kind = type(drafter).__name__
         raise InvalidInputError(f"A drafter is a name, a transformers model or a Drafter, but this is {kind}.")
     name, _, argument = drafter.partition(":")
-    if name == "hybrid":
-        return name, _parse_parts(argument)
+    if name == "hybrid" or (name == "auto" and argument):
+        return name, _parse_parts(name, argument)
     known = ("none", *DRAFTERS)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -108,13 +110,14 @@ def check_memory(folder: str | Path, choice: tuple[str, Any] | None) -> Path:
     return folder
 
 
-def _parse_parts(argument: str) -> list[tuple[str, Any]]:
+def _parse_parts(joiner: str, argument: str) -> list[tuple[str, Any]]:
     parts = [parse_drafter(part) for part in argument.split("+")]
-    found = [part for part in parts if part is not None and part[0] != "hybrid"]
+    found = [part for part in parts if part is not None and part[0] not in ("hybrid", "auto")]
     names = [name for name, _ in found]
-    if len(found) < max(2, len(parts)) or len(set(names)) < len(names):
+    least, wanted = (2, "two or more") if joiner == "hybrid" else (1, "one or more")
+    if len(found) < max(least, len(parts)) or len(set(names)) < len(names):
         raise InvalidInputError(
-            f"Drafter 'hybrid:{argument}' must join two or more different drafters, such as hybrid:ngram+recycling."
+            f"Drafter '{joiner}:{argument}' must join {wanted} different drafters, such as {joiner}:ngram+recycling."
         )
     return found
 
@@ -208,18 +211,32 @@ class Loader:
         logger.info("Backend native for %s: %s, %.0f MB of weights a forward", files.reference, team, megabytes)
         return backend, read.tokenizer
 
+    def costs(self, target: Backend, files: ModelFiles | None) -> Costs:
+        """What forwards of the target cost here: kept from before, else measured now, which takes about a second."""
+        from foredraft.calibration import costs_for
+
+        return costs_for(target, files, self._cache, notify=self._notify)
+
     def drafter(
-        self, choice: tuple[str, Any] | None, target: Backend, tokenizer: PreTrainedTokenizerBase | None
+        self,
+        choice: tuple[str, Any] | None,
+        target: Backend,
+        tokenizer: PreTrainedTokenizerBase | None,
+        files: ModelFiles | None = None,
     ) -> Drafter | None:
-        """What `parse_drafter` chose, ready to draft for `target`; a draft model is loaded and compared with it."""
+        """What `parse_drafter` chose, ready to draft for `target`; a draft model is loaded and compared with it.
+
+        `files` are the target's, if it has any: by them it is known whether its costs were measured before.
+        """
         if choice is None:
             return None
         name, argument = choice
         if isinstance(argument, Drafter):
             return argument
-        if name == "hybrid":
-            parts = [self.drafter(part, target, tokenizer) for part in argument]
-            return Hybrid([part for part in parts if part is not None])
+        if name in ("hybrid", "auto"):
+            choices = argument or [(kind.name, "") for kind in DEFAULT_PARTS]
+            parts = [part for each in choices if (part := self.drafter(each, target, tokenizer)) is not None]
+            return Hybrid(parts) if name == "hybrid" else Auto(parts, self.costs(target, files))
         if name != DraftModel.name:
             return DRAFTERS[name].for_target(target, argument)
         translation = None

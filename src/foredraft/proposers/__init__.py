@@ -1,7 +1,11 @@
-"""The ways of drafting, by name. A new one is a file here and a row in `DRAFTERS`; `hybrid` joins several of them."""
+"""The ways of drafting, by name. A new one is a file here and a row in `DRAFTERS`; `hybrid` joins several of them.
+
+`auto` joins them as well, and decides which of them pay.
+"""
 
 from __future__ import annotations
 
+from foredraft.proposers.auto import Auto
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.early_exit import EarlyExit
@@ -13,6 +17,7 @@ from foredraft.proposers.self_quant import SelfQuantized
 from foredraft.proposers.suffix import Suffix
 
 DRAFTERS: dict[str, type[Drafter]] = {
+    "auto": Auto,
     "ngram": NGram,
     "suffix": Suffix,
     "recycling": Recycling,

@@ -78,9 +78,9 @@ class Auto(Drafter):
     @classmethod
     def for_target(cls, target: Backend, argument: str = "") -> Auto:
         """With the parts that need nothing, over costs that are measured now."""
-        from foredraft.calibration import quick_costs
+        from foredraft.calibration import costs_for  # a second of forwards: nobody needs it who brings costs
 
-        return cls([part.for_target(target) for part in DEFAULT_PARTS], quick_costs(target))
+        return cls([part.for_target(target) for part in DEFAULT_PARTS], costs_for(target, None, Path()))
 
     def proposer(self, law: Law, source: RandomSource) -> AutoProposer:
         """A proposer with one of each part."""
@@ -204,17 +204,14 @@ class AutoProposer(Proposer):
     def _costly(self, nodes: Sequence[Node], context: int, plain: float, most: int) -> tuple[str, int]:
         """The part to run a model for, if any, and for how many tokens: what gains most beyond the draft at hand."""
         best, found = 0.0, ("", 0)
-        covered = [0.0] * _DEEPEST
-        for node in nodes:
-            if node.depth <= _DEEPEST:
-                covered[node.depth - 1] += node.score
+        others = [(node.score, node.depth) for node in nodes]
         for name, turn in self._turns.items():
             if not turn.arm.costly:
                 continue
             rate = self._per_token(name)
             step = self._auto.costs.draft_seconds(name, most) / most
             length, gain = self._auto.controller.draft_length(
-                [rate**depth for depth in range(1, most + 1)], covered, step, context
+                [rate**depth for depth in range(1, most + 1)], others, step, context
             )
             if not turn.arm.asked:
                 length = min(length, _TRIED)

@@ -77,10 +77,12 @@ class Node:
 
     @property
     def who(self) -> str:
+        """All who proposed it."""
         return "+".join(self.raw)
 
     @property
     def best(self) -> float:
+        """The highest raw score."""
         return max(self.raw.values())
 
 
