@@ -20,6 +20,7 @@ from foredraft.sampling import Law, SamplingLaw
 from foredraft.types import Draft, SamplingParams, Verdict
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+CONTEXT = 128  # all the time: how costs grow with it is not what is simulated
 _WRONG = 10**9  # no text has this token
 
 
@@ -116,7 +117,7 @@ def planted_costs(seconds: Callable[[int], float], error: float = 0.0, seed: int
     """What a calibration would have measured, each point wrong by about `error`."""
     generator = random.Random(seed)
     measured = [seconds(rows) * generator.lognormvariate(0, error) for rows in ROWS]
-    return Costs({1: CostCurve(ROWS, (0,), [measured])})
+    return Costs({1: CostCurve(ROWS, (CONTEXT,), [measured])})
 
 
 @dataclass
@@ -133,20 +134,20 @@ def play(
 ) -> tuple[Auto, list[Round]]:
     """Write the whole text with `auto` over these parts; forwards take the planted seconds, a little more or less.
 
-    What the drafter sees is noisy, one forward in fifty stalls for ten times its seconds, and the calibration was off.
+    What the drafter sees is noisy, one forward in fifty stalls for ten times its seconds, and the calibration was off by half as much.
     The rounds that are returned have the planted seconds, so that figures are of decisions and not of noise.
     """
-    generator, costs = random.Random(seed), planted_costs(seconds, error=noise, seed=seed)
+    generator, costs = random.Random(seed), planted_costs(seconds, error=noise / 2, seed=seed)
     auto = Auto(parts, costs, clock=clock)
     law = SamplingLaw(SamplingParams(), prompt_length=1, stop_tokens=())
     proposer, tokens, rounds = auto.proposer(law, KeyedSource(0)), [0], []
     length = len(parts[0].right)
     while len(tokens) < length:
         started = clock()
-        [draft] = auto.select([proposer.propose(tokens, min(32, length - len(tokens) - 1))], len(tokens))
+        [draft] = auto.select([proposer.propose(tokens, min(32, length - len(tokens) - 1))], CONTEXT)
         drafting = clock() - started
         stall = 10.0 if generator.random() < 0.02 else 1.0
-        costs.note(len(draft) + 1, len(tokens), seconds(len(draft) + 1) * generator.lognormvariate(0, noise) * stall)
+        costs.note(len(draft) + 1, CONTEXT, seconds(len(draft) + 1) * generator.lognormvariate(0, noise) * stall)
         verdict = judge(draft, tokens)
         tokens += verdict.tokens
         proposer.observe(Verification(draft, torch.empty(0), torch.empty(0), tokens[-1]), verdict)

@@ -5,22 +5,28 @@ Pure logic over figures: no model, no tokens. `proposers/auto.py` feeds it and d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from foredraft.costs import Costs
+from foredraft.estimates import UNSCORED
 from foredraft.types import Draft
 
 _ROUNDS = 100.0  # over which the running rate is a mean
 _FIRST = 3.0  # plain rounds that it begins with
 _PROMISES = 20.0  # accepted tokens after which what was promised is half believed
+_EXPLORES_EVERY, _PLAIN_AMONG = 12, 20  # rounds that draft; one of so many of these is plain
 _TABLE_LASTS = 8  # rounds between two looks at the cost curve
 _CONTEXT_STEP = 64  # tokens of context, likewise
 _ASKS = 16.0  # over which a proposer's worth is a mean
-_TRIAL_SHARE = 0.004  # of a plain step that re-trying a proposer may take
+_TRIAL_SHARE, _COSTLY_SHARE = 0.004, 0.01  # of a plain step that re-trying a proposer may take; one that runs a model
 _TRIALS_ALIKE = 8  # useless trials after which they come half as often
-_RAREST = 8  # times as seldom as their cost alone would have it
+_RAREST = 4  # times as seldom as their cost alone would have it
+_RUNS = (0, 2, 7)  # tokens in a row that a proposer had right, at most, for each context but the last
+_FADES = 40.0  # rounds after which what a proposer had right has lost most of its weight
+_USUAL_TOKENS = 6.0  # tokens that the record of other requests is worth
 
 
 class Choice(NamedTuple):
@@ -56,7 +62,7 @@ class Controller:
         self._tokens = self._seconds = 0.0  # of recent rounds
         self._promised = self._kept_promises = 0.0
         self._accept_seconds = 0.0  # of a row, after the forward
-        self._rounds = 0
+        self._rounds = self._drafting = 0
         self._sequences = 1  # of the last round
         self._tables: dict[int, _Table] = {}  # by sequences
 
@@ -88,6 +94,7 @@ class Controller:
         rate = self.rate(context)
         count, gain, cost = self._most_gain([score for score, _, _ in offers], base, sequences, context, rate)
         self.price = cost / count if count else 0.0
+        count = self._explored(count, len(offers))
         kept: list[list[int]] = [list(range(len(d))) if fixed else [] for d, fixed in zip(drafts, drawn, strict=True)]
         for _, index, node in offers[:count]:
             kept[index].append(node)
@@ -157,6 +164,16 @@ class Controller:
                 best, count, best_cost = gain, number, cost
         return count, best, best_cost
 
+    def _explored(self, count: int, most: int) -> int:
+        """Now and then a node more or less: of forwards that never happen nothing is learned about their cost."""
+        self._drafting += count > 0
+        if count == 0 or self._drafting % _EXPLORES_EVERY:
+            return count
+        turn = self._drafting // _EXPLORES_EVERY
+        if turn % _PLAIN_AMONG == 0:
+            return 0
+        return max(1, count - 1) if turn % 2 else min(count + 1, most)
+
     def _count_round(self, sequences: int, nodes: int, context: int, draft_seconds: float) -> None:
         """Seconds as the curve has them, not as measured: a stalled round says nothing about the next one."""
         fade = 1.0 - 1.0 / _ROUNDS
@@ -194,6 +211,8 @@ class Arm:
     """Seconds of a draft, and of learning from a verification; robust to interruptions."""
     worth: float = 1.0
     """Tokens that it gains a round, verification paid; the first guess of a new request."""
+    record: dict[str, Record] = field(default_factory=dict)
+    """By context; see `Turn.context`."""
     asked: int = 0
     watched: int = 0
     spent: float = 0.0
@@ -223,6 +242,25 @@ class Arm:
 
 
 @dataclass
+class Record:
+    """Tokens that were right and wrong; old ones fade."""
+
+    right: float = 0.0
+    tokens: float = 0.0
+    _at: int = 0
+
+    def note(self, right: int, missed: bool, now: int) -> None:
+        """So many were right, and one was wrong, in round `now`."""
+        fade = math.exp(-max(now - self._at, 0) / _FADES)
+        self.right, self.tokens = self.right * fade + right, self.tokens * fade + right + missed
+        self._at = now
+
+    def share(self, usual: float, weight: float) -> float:
+        """The share of tokens that were right, starting from the usual one, which counts as `weight` tokens."""
+        return (self.right + weight * usual) / (self.tokens + weight)
+
+
+@dataclass
 class Turn:
     """Whether one request asks an arm this round: always while it is worth its time, else now and then.
 
@@ -235,21 +273,49 @@ class Turn:
     """Tokens in a row that it has had right."""
     _idle: int = 0
     _wait: int = 0
+    _rounds: int = 0
+    _record: dict[str, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.worth < 0:
             self.worth = self.arm.worth
 
+    @property
+    def context(self) -> str:
+        """What its last tokens say about its next ones."""
+        return f"run{sum(self.run > most for most in _RUNS)}"
+
+    @property
+    def per_token(self) -> float:
+        """The chance of each token that it would draft now, by what it had right lately after runs like this one."""
+        usual = self.arm.record.setdefault(self.context, Record()).share(UNSCORED, _USUAL_TOKENS)
+        record = self._record.get(self.context)
+        return usual if record is None else record.share(usual, _USUAL_TOKENS)
+
+    def note_text(self, foreseen: int, missed: bool) -> None:
+        """The text went on: it had so many tokens right, and then was wrong, or its draft ended."""
+        self.arm.foreseen += foreseen
+        for records in (self._record, self.arm.record):
+            records.setdefault(self.context, Record()).note(foreseen, missed, self._rounds)
+        self.run = 0 if missed else self.run + foreseen
+        if not missed:
+            self._wait = 0  # if this was a trial, try again at once
+
     def due(self, rate: float, plain_seconds: float) -> bool:
         """Whether to ask now, at this running rate and length of a plain step."""
         return self.worth >= rate * self.arm.seconds or self.trial(plain_seconds, self.arm.seconds)
+
+    def count_round(self) -> None:
+        """A round of this request begins."""
+        self._rounds += 1
 
     def trial(self, plain_seconds: float, cost: float) -> bool:
         """Whether it is time to try again what does not pay at the moment."""
         if self._wait > 0:
             self._wait -= 1
             return False
-        often = max(1.0, cost / (_TRIAL_SHARE * plain_seconds))
+        share = _COSTLY_SHARE if self.arm.costly else _TRIAL_SHARE
+        often = max(1.0, cost / (share * plain_seconds))
         self._wait = round(often * min(_RAREST, 2.0 ** (self._idle // _TRIALS_ALIKE))) - 1
         self._idle += 1
         return True

@@ -11,7 +11,7 @@ from foredraft.backends.base import Backend, KVCache
 from foredraft.controller import Arm, Controller, Turn
 from foredraft.costs import Costs
 from foredraft.errors import UnsupportedError
-from foredraft.estimates import UNSCORED, Calibration
+from foredraft.estimates import Calibration
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.proposers.files import damaged, read_arrays, write_arrays
 from foredraft.proposers.hybrid import Node, likeliest, merge
@@ -25,11 +25,10 @@ from foredraft.types import Draft, Verdict
 
 DEFAULT_PARTS: tuple[type[Drafter], ...] = (Suffix, Recycling, NGram)
 _ABOUT = {"foredraft": "auto", "version": "1"}
-_WORKLOAD_MEMORY, _REQUEST_MEMORY = 1000.0, 60.0  # nodes, for each proposer, score and context
+_WORKLOAD_MEMORY, _REQUEST_MEMORY = 300.0, 30.0  # nodes, for each proposer, score and context
 _LEAST_ASKED = 4  # nodes that are asked for, to see what more would have been right
-_TRIED = 2  # tokens that a costly part is asked for while it does not pay
+_TRIED = 1  # tokens that a costly part is asked for while it does not pay
 _DEEPEST = 16  # tokens of a costly part's draft
-_RUNS = (0, 2, 7)  # tokens that a part had right in a row, at most, for each context but the last
 
 
 class Auto(Drafter):
@@ -155,6 +154,7 @@ class AutoProposer(Proposer):
         rate, plain = controller.rate(context), controller.plain_seconds(context)
         drafts: dict[str, Draft] = {}
         for name, turn in self._turns.items():
+            turn.count_round()
             if not turn.arm.costly and turn.due(rate, plain):
                 drafts[name] = self._ask(name, tokens, min(budget, _LEAST_ASKED + round(2 * self._kept)))
         nodes = self._merged(drafts)
@@ -208,7 +208,7 @@ class AutoProposer(Proposer):
         for name, turn in self._turns.items():
             if not turn.arm.costly:
                 continue
-            rate = self._per_token(name)
+            rate = turn.per_token
             step = self._auto.costs.draft_seconds(name, most) / most
             length, gain = self._auto.controller.draft_length(
                 [rate**depth for depth in range(1, most + 1)], others, step, context
@@ -221,17 +221,13 @@ class AutoProposer(Proposer):
                 found = (name, min(_TRIED, most))
         return found
 
-    def _per_token(self, name: str) -> float:
-        """The chance of each token of a chain, from those of this part so far."""
-        return self._calibration(_each(name), UNSCORED, _context(self._turns[name].run))
-
     def _merged(self, drafts: dict[str, Draft]) -> list[Node]:
         """The union of the drafts, each node with its calibrated path probability."""
-        chances = {name: self._per_token(name) for name, draft in drafts.items() if not draft.scores}
+        chances = {name: self._turns[name].per_token for name, draft in drafts.items() if not draft.scores}
         nodes = merge(drafts)
         for node in nodes:
             above = nodes[node.parent].score if node.parent >= 0 else 1.0
-            node.context = _context(max(self._turns[name].run for name in node.raw))
+            node.context = max(self._turns[name].context for name in node.raw)
             node.depth = nodes[node.parent].depth + 1 if node.parent >= 0 else 1
             prior = max((chances[n] ** node.depth if n in chances else raw) for n, raw in node.raw.items())
             node.score = min(above, self._calibration(node.who, node.best, node.context, prior))
@@ -243,14 +239,7 @@ class AutoProposer(Proposer):
         for draft in self._open:
             told, unknown = draft.judge(tokens, self._calibration)
             for name, (foreseen, missed) in told.items():
-                turn = self._turns[name]
-                turn.arm.foreseen += foreseen
-                context = _context(turn.run)
-                for _ in range(foreseen):
-                    self._calibration.note(_each(name), UNSCORED, True, context)
-                if missed:
-                    self._calibration.note(_each(name), UNSCORED, False, context)
-                turn.run = 0 if missed else turn.run + foreseen
+                self._turns[name].note_text(foreseen, missed)
             if unknown:
                 still_open.append(draft)
         self._open = still_open
@@ -292,12 +281,3 @@ class _Open:
         }
         fresh, self._fresh = self._fresh, False
         return told if fresh else {}, None in status
-
-
-def _each(name: str) -> str:
-    """The record of a part's single tokens, apart from that of its nodes."""
-    return f"{name} each"
-
-
-def _context(run: int) -> str:
-    return f"run{sum(run > most for most in _RUNS)}"
