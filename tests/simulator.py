@@ -134,8 +134,9 @@ def play(
 ) -> tuple[Auto, list[Round]]:
     """Write the whole text with `auto` over these parts; forwards take the planted seconds, a little more or less.
 
-    What the drafter sees is noisy, one forward in fifty stalls for ten times its seconds, and the calibration was off by half as much.
-    The rounds that are returned have the planted seconds, so that figures are of decisions and not of noise.
+    What the drafter sees is noisy, one forward in fifty stalls for ten times its seconds, and the calibration was off
+    by half as much as a forward is. The rounds that are returned have the planted seconds, so that figures are of
+    decisions and not of noise.
     """
     generator, costs = random.Random(seed), planted_costs(seconds, error=noise / 2, seed=seed)
     auto = Auto(parts, costs, clock=clock)

@@ -1,8 +1,7 @@
 """What is worth verifying is found exactly, what may be pruned is pruned without bending the law, and on planted texts
 and costs the controller does as well as the best that could have been set by hand, without knowing it.
 
-Simulations are seeded through and through, so they pass or fail always: no luck is left. With 20 other seeds each case
-kept the same bounds.
+Simulations are seeded through and through, so they pass or fail always: no luck is left.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -296,39 +296,47 @@ def best_static(drafters: Sequence[Planted], seconds: Callable[[int], float], fi
     return max((tokens_per_second(rounds), name) for name, rounds in games.items())
 
 
-SEED = 7
+SEEDS = (0, 1)
+"""Of two games each the mean counts: a single text of 3000 tokens favours one chain length or the other by 2 %."""
 
 
 @pytest.mark.parametrize("costs", CURVES)
 @pytest.mark.parametrize("text", TEXTS)
 def test_within_200_rounds_it_is_as_fast_as_the_best_static_choice(text: str, costs: str) -> None:
-    clock, seconds = Clock(), CURVES[costs]
-    drafters = planted(TEXTS[text], clock, SEED)
-    _, rounds = play(drafters, seconds, clock, noise=0.1, seed=SEED)
-    best, name = best_static(drafters, seconds, 1)
-    all_rounds, settled = tokens_per_second(rounds), tokens_per_second(rounds[200:])
-    ready = [d for d in drafters if d.scored]
-    threshold = max((tokens_per_second(confident(d, seconds)) for d in ready), default=0.0)
-    regret = sum(r.tokens for r in rounds) / all_rounds - sum(r.tokens for r in rounds) / best
-    print(  # noqa: T201
-        f"{text}, {costs}: {settled:.1f} tokens/s ({all_rounds:.1f} with the first 200 rounds), "
-        f"{settled / best:.3f} of {name} with {best:.1f}; confidence threshold {threshold:.1f}; regret {regret:+.2f} s"
-    )
-    assert settled >= 0.97 * max(best, threshold)
-    assert all_rounds >= 0.96 * best
+    shares, from_the_start = [], []
+    for seed in SEEDS:
+        clock, seconds = Clock(), CURVES[costs]
+        drafters = planted(TEXTS[text], clock, seed)
+        _, rounds = play(drafters, seconds, clock, noise=0.1, seed=seed)
+        best, name = best_static(drafters, seconds, 1)
+        all_rounds, settled = tokens_per_second(rounds), tokens_per_second(rounds[200:])
+        scored = [confident(d, seconds) for d in drafters if d.scored]
+        threshold = max(map(tokens_per_second, scored), default=0.0)
+        tokens = sum(r.tokens for r in rounds)
+        shares.append(settled / max(best, threshold))
+        from_the_start.append(all_rounds / best)
+        print(  # noqa: T201
+            f"{text}, {costs}: {settled:.1f} tokens/s ({all_rounds:.1f} with the first 200 rounds), "
+            f"{settled / best:.3f} of {name} with {best:.1f}; with a confidence threshold {threshold:.1f}; "
+            f"regret {tokens / all_rounds - tokens / best:+.2f} s in {tokens / best:.0f} s"
+        )
+    assert fmean(shares) >= 0.97
+    assert fmean(from_the_start) >= 0.96
 
 
 @pytest.mark.parametrize("costs", CURVES)
 @pytest.mark.parametrize("text", CHANGES)
 def test_it_follows_a_change_of_text_within_100_rounds(text: str, costs: str) -> None:
-    clock, seconds = Clock(), CURVES[costs]
-    drafters = planted(CHANGES[text], clock, SEED)
-    _, rounds = play(drafters, seconds, clock, noise=0.1, seed=SEED)
-    after = rounds_from(rounds, TOKENS)
-    best, name = best_static(drafters, seconds, TOKENS)
-    rate = tokens_per_second(after[100:])
-    print(f"{text}, {costs}: {rate:.1f} tokens/s, {rate / best:.3f} of {name} with {best:.1f}")  # noqa: T201
-    assert rate >= 0.97 * best
+    shares = []
+    for seed in SEEDS:
+        clock, seconds = Clock(), CURVES[costs]
+        drafters = planted(CHANGES[text], clock, seed)
+        _, rounds = play(drafters, seconds, clock, noise=0.1, seed=seed)
+        rate = tokens_per_second(rounds_from(rounds, TOKENS)[100:])
+        best, name = best_static(drafters, seconds, TOKENS)
+        shares.append(rate / best)
+        print(f"{text}, {costs}: {rate:.1f} tokens/s, {rate / best:.3f} of {name} with {best:.1f}")  # noqa: T201
+    assert fmean(shares) >= 0.97
 
 
 def rounds_from(rounds: Sequence[Round], token: int) -> list[Round]:
