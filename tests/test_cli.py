@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
 import foredraft
-from foredraft import api, models
+from foredraft import api, calibration, models
 from foredraft.acceptance import RULES
 from foredraft.cli import main
 from foredraft.loading import KNOWN_DRAFTERS
@@ -750,6 +750,68 @@ def test_the_program_runs_as_a_module(tiny_folder: Path, answer: Completion, tmp
     assert json.loads(done.stdout)["ids"] == list(answer.ids)
     assert "GB of weights" in done.stderr
     assert "Warning" not in done.stderr
+
+
+@pytest.fixture
+def tune(run: Run, tiny_folder: Path, tmp_path: Path) -> Run:
+    """`foredraft tune` of the tiny model on two short texts, as quickly as can be; more options may follow."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("hello hello hello\n\nthe end of the end\n", encoding="utf-8")
+    quickly = ("--prompts", texts, "--max-tokens", 6, "--seconds", 0.01)
+    return lambda *options: run("tune", tiny_folder, *quickly, *options)
+
+
+def test_tune_shows_the_curve_and_who_pays_and_keeps_the_costs(tune: Run, tmp_path: Path) -> None:
+    plot = tmp_path / "curve.svg"
+    result = tune("--plot", plot)
+    assert result.status == 0, result.err
+    for words in ("v(n)", "break-even", "█", "plain decoding", "hybrid:suffix+recycling", "sequences"):
+        assert words in result.out
+    assert "Use " in result.out or "pays here" in result.out
+    (file,) = (tmp_path / "cache" / "costs").iterdir()
+    assert f"kept for later runs: {file}" in result.out and f"written: {plot}" in result.out
+    assert plot.read_text(encoding="utf-8").startswith("<svg")
+    assert "Timing forwards" in result.err and "text 2 of 2" in result.err
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_tune_as_json_is_one_object_with_what_a_later_run_finds(
+    tune: Run, tiny_folder: Path, tmp_path: Path, backend: str
+) -> None:
+    result = tune("--json", "--backend", backend)
+    assert result.status == 0, result.err
+    report = json.loads(result.out)
+    assert report["model"] == str(tiny_folder) and len(report["drafters"]) == 4
+    loaded = foredraft.load(tiny_folder, None, backend=backend, cache=tmp_path / "cache")
+    assert loaded.files is not None
+    about = calibration.key_of(loaded.backend, loaded.files)
+    assert report["file"] == str(calibration.costs_file(about, tmp_path / "cache"))
+    found = calibration.costs_for(loaded.backend, loaded.files, tmp_path / "cache")
+    assert found.to_json() == report["costs"] and found.about["backend"] == backend
+
+
+def test_tune_that_cannot_keep_its_costs_says_so_and_goes_on(tune: Run, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "costs").write_text("in the way")
+    result = tune("--json", "--backend", "transformers")
+    assert result.status == 0 and json.loads(result.out)["file"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seconds", "0"], "seconds is 0.0, but must be a number > 0."),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--prompts", "nowhere.txt"], "Cannot read nowhere.txt"),
+        (["--prompts", os.devnull], "has no prompts"),
+        (["--plot", "no/such/folder/curve.svg"], "Cannot write no/such/folder/curve.svg"),
+        (["--backend", "fast"], "backend is 'fast'"),
+    ],
+)
+def test_tune_refuses_what_is_wrong_before_it_measures(options: list[str], message: str, tune: Run) -> None:
+    result = tune(*options)
+    refused(result, message)
+    assert "Timing" not in result.err
 
 
 @pytest.mark.parametrize(("searched", "run_on"), [("native", "transformers"), ("transformers", "native")])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,8 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from foredraft import __version__
+from foredraft.checks import require
 from foredraft.errors import ForedraftError, InvalidInputError
-from foredraft.terminal import SAME_TEXT, progress, show_certificate, show_figures, show_model, stream
+from foredraft.terminal import SAME_TEXT, progress, show_certificate, show_figures, show_model, show_tuning, stream
 from foredraft.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -291,6 +293,51 @@ def trace(
         write(render(shown))
     stats = shown.completion.stats
     typer.echo(f"written: {out} ({stats.tokens} tokens in {stats.target_forwards} rounds)")
+
+
+@app.command()
+def tune(
+    model: ModelArgument,
+    prompts: Annotated[Path | None, typer.Option(help="Your own prompts, one a line.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    seconds: Annotated[float, typer.Option(help="Time for measuring forwards, prefill apart.")] = 20.0,
+    plot: Annotated[Path | None, typer.Option(help="An SVG file to draw the curve into.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    backend: BackendOption = "auto",
+    weights: WeightsOption = "auto",
+    threads: ThreadsOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure what forwards cost here, keep it for later runs, and say which drafter pays on your texts."""
+    from foredraft.calibration import keep
+    from foredraft.curve_plot import draw
+    from foredraft.loading import cache_folder
+    from foredraft.pages import whole_file
+    from foredraft.tune import PROMPTS
+    from foredraft.tune import tune as run
+
+    params = SamplingParams(max_tokens=max_tokens)
+    require("seconds", seconds, 0 < seconds < math.inf, "a number > 0")
+    texts = list(PROMPTS) if prompts is None else _read_lines(prompts)
+    if not texts:
+        raise InvalidInputError(f"{prompts} has no prompts: give one a line.")
+    with whole_file(plot) if plot is not None else nullcontext() as write, progress() as notify:
+        loaded = _load(model, "none", notify, verbose=verbose, **_engine(backend, weights, threads, device, dtype))
+        found = run(loaded, prompts=texts, params=params, seconds=seconds, notify=notify)
+        file = keep(found.costs, cache_folder())
+        if write is not None:
+            write(draw(found.costs, f"{model}, backend {loaded.backend.name}"))
+    kept = {"file": str(file) if file is not None else None}
+    if as_json:
+        typer.echo(json.dumps({"model": model, **found.to_dict(), **kept}, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    show_tuning(console, found)
+    for where, what in ((file, "kept for later runs"), (plot, "written")):
+        if where is not None:
+            console.print(Text(f"{what}: {where}", style="dim"), soft_wrap=True)
 
 
 @app.command()

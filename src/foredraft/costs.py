@@ -31,6 +31,7 @@ _NOISE = 0.1  # of one forward
 _CLIP = 3.0  # standard deviations: a round that stalled counts as one that was somewhat slow
 _PER_CONTEXT = 1024.0  # tokens that the slope over contexts is for
 _SLOPE_KNOWN, _SLOPE_UNKNOWN = 0.05, 0.3
+_SHORTEST, _LONGEST, _FURTHEST = 1e-9, 1e9, 50.0  # seconds, and the logarithm of how wrong they may be
 _BISECTIONS = 50
 
 
@@ -49,6 +50,7 @@ class CostCurve:
         contexts: `[C]` measured contexts, increasing.
         seconds: `[C, R]` what was measured.
         sequences: How many sequences the batch has; a plain step has as many rows.
+        deviations: `[R]` what rounds have taught of the logarithms of these seconds; none is all 0.
         slope: How much more a forward costs with each 1024 tokens of context beyond what `seconds` says, as a share.
         guessed: Whether the level is a guess, which rounds should overrule quickly.
 
@@ -63,6 +65,7 @@ class CostCurve:
         seconds: Sequence[Sequence[float]],
         *,
         sequences: int = 1,
+        deviations: Sequence[float] = (),
         slope: float = 0.0,
         guessed: bool = False,
     ) -> None:
@@ -70,17 +73,19 @@ class CostCurve:
         require("rows", rows, good, "two or more increasing integers >= 1")
         require("contexts", contexts, _increasing(contexts) and contexts[0] >= 0, "increasing integers >= 0")
         good = len(seconds) == len(contexts) and all(len(times) == len(rows) for times in seconds)
-        good = good and all(is_number(time) and time > 0 for times in seconds for time in times)
-        require("seconds", seconds, good, "positive numbers, a list of one for each row for each context")
+        good = good and all(is_number(time) and _SHORTEST <= time <= _LONGEST for times in seconds for time in times)
+        require("seconds", seconds, good, "positive times, one for each number of rows in a list for each context")
         require("sequences", sequences, is_integer(sequences) and sequences >= 1, "an integer >= 1")
-        require("slope", slope, is_number(slope) and slope >= 0, "a number >= 0")
+        good = len(deviations) in (0, len(rows)) and all(is_number(d) and abs(d) <= _FURTHEST for d in deviations)
+        require("deviations", deviations, good, "one small number for each number of rows, or none")
+        require("slope", slope, is_number(slope) and 0 <= slope <= _FURTHEST, "a number >= 0")
         self.rows, self.contexts, self.sequences = tuple(rows), tuple(contexts), sequences
         self._rows = np.array(rows, dtype=np.float64)
         self._contexts = np.array(contexts, dtype=np.float64)
         # Levelled over rows and then over contexts: the larger of two increasing rows is increasing, too.
         levelled = [isotonic(np.array(s, dtype=np.float64)) for s in seconds]
         self._base: Floats = np.maximum.accumulate(np.stack(levelled), axis=0)  # [C, R]
-        self._state = np.append(np.zeros(len(rows)), slope)  # deviations of the logarithms, then the slope
+        self._state = np.array([*(deviations or [0.0] * len(rows)), slope], dtype=np.float64)
         apart = np.abs(np.subtract.outer(np.log2(self._rows), np.log2(self._rows)))
         self._covariance = np.zeros((len(rows) + 1, len(rows) + 1))
         self._covariance[:-1, :-1] = (_LEVEL_GUESSED if guessed else _LEVEL) ** 2 + _OWN**2 * np.exp(-apart)
@@ -126,7 +131,7 @@ class CostCurve:
 
     def note(self, rows: int, context: int, seconds: float) -> None:
         """Learn from a forward that took so long. What cannot be a time is passed over."""
-        if not (math.isfinite(seconds) and seconds > 0):
+        if not _SHORTEST <= seconds <= _LONGEST:
             return
         raw, away = self._raw(context), self._away(context)
         weights = self._weights(rows)
@@ -143,12 +148,12 @@ class CostCurve:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, with what the rounds have taught; `from_json` takes it."""
-        learned = self._base * np.exp(self._state[:-1])
         return {
             "sequences": self.sequences,
             "rows": list(self.rows),
             "contexts": list(self.contexts),
-            "seconds": learned.tolist(),
+            "seconds": self._base.tolist(),
+            "deviations": self._state[:-1].tolist(),
             "slope": float(self._state[-1]),
         }
 
@@ -159,7 +164,7 @@ class CostCurve:
         Raises:
             InvalidInputError: It is none.
         """
-        return _built(cls, found, ("rows", "contexts", "seconds", "sequences", "slope"))
+        return _built(cls, found, ("rows", "contexts", "seconds", "sequences", "deviations", "slope"))
 
     def _at(self, rows: NDArray[Any], context: int | None) -> Floats:
         values = isotonic(self._raw(self.contexts[0] if context is None else context))
@@ -307,5 +312,5 @@ def _built(make: Callable[..., T], found: Any, names: Sequence[str]) -> T:
     """`make` with the values of these names in `found`; whatever is wrong with them is an `InvalidInputError`."""
     try:
         return make(**{name: found[name] for name in names})
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InvalidInputError(f"These are no costs: {type(error).__name__}: {error}.") from error

@@ -26,12 +26,13 @@ class DraftCost:
             require("draft", draft, good, "its nodes and seconds, numbers >= 0")
         self._drafts = deque([(float(n), float(s)) for n, s in drafts], maxlen=_WINDOW)
         self._fitted: tuple[float, float] | None = None
+        self._since = 0  # drafts noted since the fit
 
     def note(self, nodes: int, seconds: float) -> None:
         """Learn from a draft of so many nodes, an empty one included. What cannot be a time is passed over."""
         if math.isfinite(seconds) and seconds >= 0:
             self._drafts.append((float(nodes), seconds))
-            self._fitted = None
+            self._since += 1
 
     @property
     def per_draft(self) -> float:
@@ -45,9 +46,9 @@ class DraftCost:
 
     def seconds(self, nodes: float | None = None) -> float:
         """Seconds of a draft of so many nodes; `None` is as many as its drafts have had on average."""
+        per_draft, per_node = self._fit()
         if nodes is None:
             nodes = sum(n for n, _ in self._drafts) / len(self._drafts) if self._drafts else 0.0
-        per_draft, per_node = self._fit()
         return per_draft + per_node * nodes
 
     def to_json(self) -> list[list[float]]:
@@ -55,8 +56,10 @@ class DraftCost:
         return [list(draft) for draft in self._drafts]
 
     def _fit(self) -> tuple[float, float]:
-        if self._fitted is None:
+        """The two costs; new ones once an eighth of the drafts is new, as a fit takes longer than some drafts do."""
+        if self._fitted is None or (self._since and self._since * 8 >= len(self._drafts)):
             self._fitted = self._least_squares() if self._drafts else (0.0, 0.0)
+            self._since = 0
         return self._fitted
 
     def _least_squares(self) -> tuple[float, float]:

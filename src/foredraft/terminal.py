@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foredraft.inspection import ModelFacts
     from foredraft.models import Notify
     from foredraft.proof.verify import Certificate
+    from foredraft.tune import Tuning
     from foredraft.types import Completion, Origin, Stats
 
 SAME_TEXT = ("greedy", "seed-exact")
@@ -107,6 +108,68 @@ def show_model(console: Console, facts: ModelFacts) -> None:
     console.print(table)
     if facts.not_native is not None:
         console.print(f"\nNot native: {facts.not_native}.", soft_wrap=True, markup=False)
+
+
+def show_tuning(console: Console, found: Tuning) -> None:
+    """The curve with its bars, by context and batch, how the drafters did, and what to do."""
+    curve, context = found.costs.curve, found.context
+    table = _table("rows n", "ms", "v(n)", "break-even", "")
+    longest = curve.seconds(curve.rows[-1], context)
+    for n in curve.rows:
+        seconds, cost = curve.seconds(n, context), curve.v(n, context)
+        rate = curve.break_even(n, context) if n > 1 else None
+        enough = "–" if n == 1 else "never" if rate is None else f"{rate:.0%}"
+        table.add_row(str(n), f"{1e3 * seconds:.1f}", f"{cost:.2f}", enough, _bar(seconds / longest))
+    table.columns[-1].justify = "left"
+    console.print(f"A forward after {context} tokens: the root and n - 1 drafted tokens\n", soft_wrap=True)
+    console.print(table)
+    explained = (
+        "A round of n rows takes as long as v(n) plain steps, so it must emit more tokens than that to gain.",
+        "With a chain of n - 1 drafted tokens it does where the target accepts more of them than break-even.",
+    )
+    console.print("", *explained, "", sep="\n", soft_wrap=True)
+    console.print(_by_context(found))
+    console.print("\nThere n counts the rows of each sequence of a batch.\n", soft_wrap=True)
+    console.print(_trials(found))
+    console.print(
+        "\ntimed: against plain decoding; best: by its costs, with at most so many draft tokens", soft_wrap=True
+    )
+    console.print(f"plain decoding: {found.plain_tokens_per_second:.1f} tokens/s")
+    console.print(Text(f"\n{found.recommendation}", style="bold"), soft_wrap=True)
+
+
+def _by_context(found: Tuning) -> Table:
+    """The costs in plain steps of the same batch, by batch, context and rows of each sequence."""
+    rows = [n for n in (2, 4, 8, 16, 32) if n in found.costs.curve.rows]
+    table = _table("sequences", "context", *(f"v({n})" for n in rows))
+    for size, curve in found.costs.curves.items():
+        for context in curve.contexts:
+            steps = (f"{curve.v(size * n, context):.2f}" if size * n in curve.rows else "" for n in rows)
+            table.add_row(str(size), str(context), *steps)
+    return table
+
+
+def _trials(found: Tuning) -> Table:
+    table = _table("drafter", "accepted", "per forward", "draft ms", "timed", "best", "with")
+    table.columns[0].justify, table.columns[0].no_wrap = "left", True
+    for t in found.trials:
+        rate = "–" if t.acceptance_rate is None else f"{t.acceptance_rate:.0%}"
+        figures = (f"{t.mean_accepted_length:.2f}", f"{t.draft_ms:.2f}", f"{t.speedup:.2f}x", f"{t.expected:.2f}x")
+        table.add_row(t.drafter, rate, *figures, f"{t.best_draft_tokens}")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in table.columns:
+        column.justify = "right"
+    return table
+
+
+def _bar(share: float, width: int = 24) -> str:
+    """A horizontal bar of at most `width` characters, to an eighth of one."""
+    eighths = max(round(share * width * 8), 1)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def show_figures(out: Console, completion: Completion, plain: Completion | None) -> None:
