@@ -23,11 +23,21 @@ from rich.text import Text
 from foredraft import __version__
 from foredraft.checks import require
 from foredraft.errors import ForedraftError, InvalidInputError
-from foredraft.terminal import SAME_TEXT, progress, show_certificate, show_figures, show_model, show_tuning, stream
+from foredraft.terminal import (
+    SAME_TEXT,
+    progress,
+    show_certificate,
+    show_explanation,
+    show_figures,
+    show_model,
+    show_tuning,
+    stream,
+)
 from foredraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from foredraft.api import Model
+    from foredraft.explanation import Explanation
     from foredraft.models import Notify
     from foredraft.types import Completion
 
@@ -48,8 +58,9 @@ PromptArgument = Annotated[str, typer.Argument(help="The prompt, or - to read it
 DrafterOption = Annotated[
     str,
     typer.Option(
-        help="What drafts: none, ngram, suffix, recycling, lookahead, draft:REF, early_exit:L, layer_skip[:FILE], "
-        "self_quant, hybrid:A+B. REF is a model; hybrid joins others, as in hybrid:suffix+recycling."
+        help="What drafts: auto (measures, and drafts only what pays), none, ngram, suffix, recycling, lookahead, "
+        "draft:REF, early_exit:L, layer_skip[:FILE], self_quant, hybrid:A+B, auto:A+B. REF is a model; hybrid and auto "
+        "join others, as in auto:suffix+draft:REF."
     ),
 ]
 DraftTokensOption = Annotated[
@@ -112,7 +123,7 @@ def common(
 def generate(
     model: ModelArgument,
     prompt: PromptArgument,
-    drafter: DrafterOption = "ngram",
+    drafter: DrafterOption = "auto",
     draft_tokens: DraftTokensOption = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
@@ -146,10 +157,15 @@ def generate(
     no_chat: NoChatOption = False,
     memory: Annotated[
         Path | None,
-        typer.Option(help="Folder of what suffix, recycling or a hybrid learned: read if there, written at the end."),
+        typer.Option(
+            help="Folder of what auto, suffix, recycling or a hybrid learned: read if there, written at the end."
+        ),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain decoding too, check that the text is the same, show both.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="With auto: show what was tried, what it cost and gained, and advice.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
     backend: BackendOption = "auto",
@@ -178,6 +194,10 @@ def generate(
         stop=tuple(stop or ()),
     )
     text = _read_prompt(prompt)
+    if explain and drafter.partition(":")[0] != "auto":
+        raise InvalidInputError(
+            f"--explain tells what auto decided, but the drafter is '{drafter}': leave one of them out."
+        )
     chat = False if no_chat else None
     with progress() as notify:
         chosen = _parse_rule(rule, lossy_typical)
@@ -205,9 +225,14 @@ def generate(
         if as_json:
             kept = {"memory": str(memory) if memory is not None else None}
             settings = {"model": model, "drafter": drafter, "chat": not no_chat, **kept, **options}
-            typer.echo(json.dumps(_report(completion, plain, settings), ensure_ascii=False))
+            report = _report(completion, plain, settings)
+            if explain:
+                report["explanation"] = _explained(loaded, completion).to_dict()
+            typer.echo(json.dumps(report, ensure_ascii=False))
         else:
             show_figures(out, completion, plain)
+            if explain:
+                show_explanation(out, _explained(loaded, completion))
     if plain is not None and plain.ids != completion.ids and completion.stats.rule in SAME_TEXT:
         raise typer.Exit(1)
 
@@ -215,7 +240,7 @@ def generate(
 @app.command()
 def verify(
     model: ModelArgument,
-    drafter: DrafterOption = "ngram",
+    drafter: DrafterOption = "auto",
     draft_tokens: DraftTokensOption = None,
     rule: RuleOption = None,
     prompts: Annotated[Path | None, typer.Option(help="Your own prompts, one a line.")] = None,
@@ -264,7 +289,7 @@ def trace(
     model: ModelArgument,
     prompt: PromptArgument,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("trace.html"),
-    drafter: DrafterOption = "ngram",
+    drafter: DrafterOption = "auto",
     draft_tokens: DraftTokensOption = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 96,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
@@ -423,6 +448,15 @@ def show(
         typer.echo(json.dumps(facts.to_dict(), ensure_ascii=False))
     else:
         show_model(Console(highlight=False), facts)
+
+
+def _explained(model: Model, completion: Completion) -> Explanation:
+    """What the drafter decided, at the costs of the answer's end."""
+    from foredraft.explanation import explain
+    from foredraft.proposers.auto import Auto
+
+    assert isinstance(model.drafter, Auto)
+    return explain(model.drafter, completion.stats, len(completion.ids))
 
 
 def _read_prompt(prompt: str) -> str:

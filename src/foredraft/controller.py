@@ -14,7 +14,7 @@ from foredraft.costs import Costs
 from foredraft.estimates import UNSCORED
 from foredraft.types import Draft
 
-_ROUNDS = 100.0  # over which the running rate is a mean
+_ROUNDS = 50.0  # over which the running rate is a mean
 _FIRST = 3.0  # plain rounds that it begins with
 _PROMISES = 20.0  # accepted tokens after which what was promised is half believed
 _EXPLORES_EVERY, _PLAIN_AMONG = 12, 20  # rounds that draft; one of so many of these is plain
@@ -25,7 +25,7 @@ _TRIAL_SHARE, _COSTLY_SHARE = 0.004, 0.01  # of a plain step that re-trying a pr
 _TRIALS_ALIKE = 8  # useless trials after which they come half as often
 _RAREST = 4  # times as seldom as their cost alone would have it
 _RUNS = (0, 2, 7)  # tokens in a row that a proposer had right, at most, for each context but the last
-_FADES = 40.0  # rounds after which what a proposer had right has lost most of its weight
+_FADES = 60.0  # rounds after which what a proposer had right has lost most of its weight
 _USUAL_TOKENS = 6.0  # tokens that the record of other requests is worth
 
 
@@ -217,8 +217,9 @@ class Arm:
     watched: int = 0
     spent: float = 0.0
     proposed: int = 0
-    verified: int = 0
-    accepted: int = 0
+    verified: float = 0.0
+    accepted: float = 0.0
+    """Nodes, each counted in part where several proposed it."""
     foreseen: int = 0
     """Tokens of the text that it had right, whether or not they were verified."""
 

@@ -14,6 +14,7 @@ from foredraft.types import FinishEvent, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
     from foredraft.api import Model
+    from foredraft.explanation import Explanation
     from foredraft.inspection import ModelFacts
     from foredraft.models import Notify
     from foredraft.proof.verify import Certificate
@@ -187,6 +188,30 @@ def show_figures(out: Console, completion: Completion, plain: Completion | None)
     console.print(_figures(completion.stats, plain.stats if plain is not None else None))
 
 
+def show_explanation(out: Console, shown: Explanation) -> None:
+    """What was tried, what it cost and gained, and what could gain more: where the figures went."""
+    console = out if out.is_terminal else Console(stderr=True, highlight=False)
+    console.print(
+        f"\nA plain step takes {shown.plain_ms:.1f} ms ({shown.plain_tokens_per_second:.1f} tokens/s), each drafted "
+        f"node {shown.node_ms:.2f} ms more. A first drafted token pays if it is right more than {shown.break_even:.0%} "
+        f"of the time. {shown.plain_rounds} of {shown.rounds} rounds were plain.\n",
+        soft_wrap=True,
+    )
+    columns = ("part", "asked", "ms a draft", "verified", "accepted", "rate", "right in all", "tokens/s with it alone")
+    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for part in shown.parts:
+        rate = "–" if part.acceptance_rate is None else f"{part.acceptance_rate:.0%}"
+        counts = f"{part.verified:.0f}", f"{part.accepted:.0f}", rate, str(part.foreseen)
+        table.add_row(part.name, str(part.asked), f"{part.draft_ms:.2f}", *counts, f"{part.tokens_per_second:.1f}")
+    console.print(table)
+    if shown.advice:
+        console.print("\nWhat could gain more:")
+    for line in shown.advice:
+        console.print(Text(f"- {line}"), soft_wrap=True)
+
+
 def _verdict(completion: Completion, plain: Completion) -> str:
     if plain.ids == completion.ids:
         return f"yes ({len(plain.ids)} tokens)"
@@ -209,6 +234,7 @@ def _figures(stats: Stats, plain: Stats | None) -> Table:
     table.add_row("TTFT", *(f"{s.ttft_ms:.0f} ms" for _, s in columns))
     table.add_row("TPOT", *("–" if s.tpot_ms is None else f"{s.tpot_ms:.1f} ms" for _, s in columns))
     table.add_row("target forwards", *(str(s.target_forwards) for _, s in columns))
+    table.add_row("of them plain", *(str(s.plain_rounds) for _, s in columns))
     table.add_row("mean accepted length", *(f"{s.mean_accepted_length:.2f}" for _, s in columns))
     rates = ("–" if s.acceptance_rate is None else f"{s.acceptance_rate:.0%}" for _, s in columns)
     table.add_row("acceptance rate", *rates)

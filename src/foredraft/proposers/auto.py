@@ -25,7 +25,7 @@ from foredraft.types import Draft, Verdict
 
 DEFAULT_PARTS: tuple[type[Drafter], ...] = (Suffix, Recycling, NGram)
 _ABOUT = {"foredraft": "auto", "version": "1"}
-_WORKLOAD_MEMORY, _REQUEST_MEMORY = 300.0, 30.0  # nodes, for each proposer, score and context
+_WORKLOAD_MEMORY, _REQUEST_MEMORY = 200.0, 45.0  # nodes, for each proposer, score and context
 _LEAST_ASKED = 4  # nodes that are asked for, to see what more would have been right
 _TRIED = 1  # tokens that a costly part is asked for while it does not pay
 _DEEPEST = 16  # tokens of a costly part's draft
@@ -178,8 +178,8 @@ class AutoProposer(Proposer):
             names = who.split("+")
             for name in names:
                 arm = self._auto.arms[name]
-                arm.verified += 1
-                arm.accepted += node in verdict.path
+                arm.verified += 1 / len(names)
+                arm.accepted += (node in verdict.path) / len(names)
                 gained[name] += (score - controller.price) / len(names)
         rate = controller.rate(self._length)
         for name, gain in gained.items():
