@@ -6,6 +6,7 @@ Pure logic over figures: no model, no tokens. `proposers/auto.py` feeds it and d
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,7 @@ _TRIAL_SHARE, _COSTLY_SHARE = 0.004, 0.01  # of a plain step that re-trying a pr
 _TRIALS_ALIKE = 8  # useless trials after which they come half as often
 _RAREST = 4  # times as seldom as their cost alone would have it
 _RUNS = (0, 2, 7)  # tokens in a row that a proposer had right, at most, for each context but the last
+_CONTEXTS = ("run0", "run1", "run2", "run3")
 _FADES = 60.0  # rounds after which what a proposer had right has lost most of its weight
 _USUAL_TOKENS = 6.0  # tokens that the record of other requests is worth
 
@@ -155,11 +157,11 @@ class Controller:
         """How many of the likeliest nodes gain most together, the gain, and what they cost; both in tokens."""
         gain = best = cost = best_cost = 0.0
         count, trust = 0, self.trust
-        before = self._forward_seconds(sequences, base, context)
+        rows = sequences + base
+        forwards = self._forwards(sequences, rows + len(scores), context)
         for number, score in enumerate(scores, start=1):
-            after = self._forward_seconds(sequences, base + number, context)
-            extra = rate * (after - before + self._accept_seconds)
-            gain, cost, before = gain + trust * score - extra, cost + extra, after
+            extra = rate * (forwards[rows + number - 1] - forwards[rows + number - 2] + self._accept_seconds)
+            gain, cost = gain + trust * score - extra, cost + extra
             if gain > best:
                 best, count, best_cost = gain, number, cost
         return count, best, best_cost
@@ -182,13 +184,17 @@ class Controller:
         self._tokens, self._seconds = self._tokens * fade, self._seconds * fade + seconds
         self._rounds += 1
 
-    def _forward_seconds(self, sequences: int, nodes: int, context: int) -> float:
-        table, rows, context = self._tables.get(sequences), sequences + nodes, context // _CONTEXT_STEP * _CONTEXT_STEP
+    def _forwards(self, sequences: int, rows: int, context: int) -> list[float]:
+        """Seconds of a forward over 1, 2, … rows, at least so many."""
+        table, context = self._tables.get(sequences), context // _CONTEXT_STEP * _CONTEXT_STEP
         if table is None or table.context != context or rows > len(table.seconds) or self._rounds >= table.until:
             most = max(rows, sequences + 32)
             seconds = self.costs.curve_of(sequences).all_seconds(most, context).tolist()
             table = self._tables[sequences] = _Table(context, self._rounds + _TABLE_LASTS, seconds)
-        return table.seconds[rows - 1]
+        return table.seconds
+
+    def _forward_seconds(self, sequences: int, nodes: int, context: int) -> float:
+        return self._forwards(sequences, sequences + nodes, context)[sequences + nodes - 1]
 
 
 class _Table(NamedTuple):
@@ -209,7 +215,7 @@ class Arm:
     asking: float = 0.0
     watching: float = 0.0
     """Seconds of a draft, and of learning from a verification; robust to interruptions."""
-    worth: float = 1.0
+    worth: float = 0.3
     """Tokens that it gains a round, verification paid; the first guess of a new request."""
     record: dict[str, Record] = field(default_factory=dict)
     """By context; see `Turn.context`."""
@@ -275,6 +281,7 @@ class Turn:
     _idle: int = 0
     _wait: int = 0
     _rounds: int = 0
+    _asks: int = 0
     _record: dict[str, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -284,7 +291,7 @@ class Turn:
     @property
     def context(self) -> str:
         """What its last tokens say about its next ones."""
-        return f"run{sum(self.run > most for most in _RUNS)}"
+        return _CONTEXTS[bisect_left(_RUNS, self.run)]
 
     @property
     def per_token(self) -> float:
@@ -323,7 +330,8 @@ class Turn:
 
     def note_worth(self, gained: float, rate: float) -> None:
         """It was asked, and gained so many tokens, verification paid."""
-        self.worth += (gained - self.worth) / _ASKS
+        self._asks += 1
+        self.worth += (gained - self.worth) / min(_ASKS, self._asks + 2)
         self.arm.worth += (gained - self.arm.worth) / (4 * _ASKS)
         if gained >= rate * self.arm.seconds:
             self._idle = self._wait = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
 UNSCORED = 0.6  # acceptance taken for each token of a draft without scores, until more is known
 _BINS = 24  # of a node's raw score, two for each halving
+_LEAST = 2.0 ** (-_BINS / 2)  # what is below goes to the last bin
 _PRIOR_TRIES = 8.0  # how many tries an estimate is worth before acceptances are seen
 
 Counts = tuple[list[float], list[float]]
@@ -41,24 +42,11 @@ class Calibration:
             context: What else is known of it.
             prior: What to expect before anything was seen, if not `raw`.
         """
-        prior = raw if prior is None else prior
-        estimate = prior if self._above is None else self._above(who, raw, context, prior)
-        at = _bin(raw)
-        for key in _keys(who, context):
-            counts = self._counts.get(key)
-            if counts is not None:
-                estimate = (counts[0][at] + _PRIOR_TRIES * estimate) / (counts[1][at] + _PRIOR_TRIES)
-        return estimate
+        return self._estimate(_keys(who, context), _bin(raw), raw if prior is None else prior)
 
     def note(self, who: str, raw: float, accepted: bool, context: str = "") -> None:
         """Count one node of which is known whether it came true."""
-        if self._above is not None:
-            self._above.note(who, raw, accepted, context)
-        at = _bin(raw)
-        for key in _keys(who, context):
-            hits, tries = self._counts.setdefault(key, ([0.0] * _BINS, [0.0] * _BINS))
-            tries[at] = tries[at] * self._keep + 1
-            hits[at] = hits[at] * self._keep + accepted
+        self._note(_keys(who, context), _bin(raw), accepted)
 
     def arrays(self) -> dict[str, torch.Tensor]:
         """Hits and tries `[2, bins]` by proposer, and by proposer and context."""
@@ -74,12 +62,29 @@ class Calibration:
         self._counts = {key: (counts[0].tolist(), counts[1].tolist()) for key, counts in arrays.items()}
         return True
 
+    def _estimate(self, keys: tuple[str, ...], at: int, prior: float) -> float:
+        estimate = prior if self._above is None else self._above._estimate(keys, at, prior)
+        for key in keys:
+            counts = self._counts.get(key)
+            if counts is not None:
+                estimate = (counts[0][at] + _PRIOR_TRIES * estimate) / (counts[1][at] + _PRIOR_TRIES)
+        return estimate
 
-def _keys(who: str, context: str) -> Iterator[str]:
-    yield who
-    if context:
-        yield f"{who}@{context}"
+    def _note(self, keys: tuple[str, ...], at: int, accepted: bool) -> None:
+        if self._above is not None:
+            self._above._note(keys, at, accepted)
+        for key in keys:
+            counts = self._counts.get(key)
+            if counts is None:
+                counts = self._counts[key] = [0.0] * _BINS, [0.0] * _BINS
+            hits, tries = counts
+            tries[at] = tries[at] * self._keep + 1
+            hits[at] = hits[at] * self._keep + accepted
+
+
+def _keys(who: str, context: str) -> tuple[str, ...]:
+    return (who, f"{who}@{context}") if context else (who,)
 
 
 def _bin(raw: float) -> int:
-    return min(int(-2 * math.log2(max(raw, 1e-9))), _BINS - 1)
+    return min(int(-2 * math.log2(raw)), _BINS - 1) if raw > _LEAST else _BINS - 1

@@ -132,7 +132,7 @@ class AutoProposer(Proposer):
         self._asked: list[str] = []
         self._length = 0  # of the text
         self._open: list[_Open] = []
-        self._kept = float(_LEAST_ASKED)  # nodes of recent rounds, at most
+        self._kept = _LEAST_ASKED / 2  # nodes of recent rounds, at most
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -224,12 +224,14 @@ class AutoProposer(Proposer):
     def _merged(self, drafts: dict[str, Draft]) -> list[Node]:
         """The union of the drafts, each node with its calibrated path probability."""
         chances = {name: self._turns[name].per_token for name, draft in drafts.items() if not draft.scores}
+        contexts = {name: self._turns[name].context for name in drafts}
         nodes = merge(drafts)
         for node in nodes:
-            above = nodes[node.parent].score if node.parent >= 0 else 1.0
-            node.context = max(self._turns[name].context for name in node.raw)
-            node.depth = nodes[node.parent].depth + 1 if node.parent >= 0 else 1
-            prior = max((chances[n] ** node.depth if n in chances else raw) for n, raw in node.raw.items())
+            above, node.depth = (
+                (nodes[node.parent].score, nodes[node.parent].depth + 1) if node.parent >= 0 else (1.0, 1)
+            )
+            node.context = max([contexts[name] for name in node.raw])
+            prior = max([chances[n] ** node.depth if n in chances else raw for n, raw in node.raw.items()])
             node.score = min(above, self._calibration(node.who, node.best, node.context, prior))
         return nodes
 
