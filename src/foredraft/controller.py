@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 from foredraft.costs import Costs
@@ -26,9 +27,9 @@ _TRIAL_SHARE, _COSTLY_SHARE = 0.004, 0.01  # of a plain step that re-trying a pr
 _TRIALS_ALIKE = 8  # useless trials after which they come half as often
 _RAREST = 4  # times as seldom as their cost alone would have it
 _RUNS = (0, 2, 7)  # tokens in a row that a proposer had right, at most, for each context but the last
-_CONTEXTS = ("run0", "run1", "run2", "run3")
+_ALL, _CONTEXTS = "all", ("run0", "run1", "run2", "run3")
 _FADES = 60.0  # rounds after which what a proposer had right has lost most of its weight
-_USUAL_TOKENS = 6.0  # tokens that the record of other requests is worth
+_USUAL_TOKENS = 8.0  # tokens that a wider record is worth: of all contexts, of other requests
 
 
 class Choice(NamedTuple):
@@ -296,15 +297,17 @@ class Turn:
     @property
     def per_token(self) -> float:
         """The chance of each token that it would draft now, by what it had right lately after runs like this one."""
-        usual = self.arm.record.setdefault(self.context, Record()).share(UNSCORED, _USUAL_TOKENS)
-        record = self._record.get(self.context)
-        return usual if record is None else record.share(usual, _USUAL_TOKENS)
+        estimate = UNSCORED
+        for records, key in product((self.arm.record, self._record), (_ALL, self.context)):
+            if key in records:
+                estimate = records[key].share(estimate, _USUAL_TOKENS)
+        return estimate
 
     def note_text(self, foreseen: int, missed: bool) -> None:
         """The text went on: it had so many tokens right, and then was wrong, or its draft ended."""
         self.arm.foreseen += foreseen
-        for records in (self._record, self.arm.record):
-            records.setdefault(self.context, Record()).note(foreseen, missed, self._rounds)
+        for records, key in product((self.arm.record, self._record), (_ALL, self.context)):
+            records.setdefault(key, Record()).note(foreseen, missed, self._rounds)
         self.run = 0 if missed else self.run + foreseen
         if not missed:
             self._wait = 0  # if this was a trial, try again at once
