@@ -61,10 +61,10 @@ def plain_ids(tiny_folder: Path) -> tuple[int, ...]:
 # What loads
 
 
-def test_a_folder_loads_with_ngram_as_its_drafter(tiny_folder: Path, plain_ids: tuple[int, ...]) -> None:
+def test_a_folder_loads_with_auto_as_its_drafter(tiny_folder: Path, plain_ids: tuple[int, ...]) -> None:
     completion = foredraft.load(str(tiny_folder)).generate(PROMPT, PARAMS)
     assert completion.ids == plain_ids
-    assert completion.stats.drafter == "ngram"
+    assert completion.stats.drafter == "auto"
     assert completion.stats.backend == "transformers"
     assert completion.stats.rule == "greedy"
 
@@ -72,7 +72,7 @@ def test_a_folder_loads_with_ngram_as_its_drafter(tiny_folder: Path, plain_ids: 
 def test_a_transformers_model_loads_with_its_tokenizer(
     text_model: Any, tokenizer: Any, plain_ids: tuple[int, ...]
 ) -> None:
-    model = foredraft.load(text_model, tokenizer=tokenizer)
+    model = foredraft.load(text_model, "ngram", tokenizer=tokenizer)
     assert model.generate(PROMPT, PARAMS).ids == plain_ids
     assert model.tokenizer is tokenizer
 
@@ -287,7 +287,7 @@ def test_the_same_vocabulary_with_other_padding_is_accepted(tiny_folder: Path, t
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_generate_is_the_stream_joined(temperature: float, tiny_folder: Path) -> None:
-    model = foredraft.load(tiny_folder)
+    model = foredraft.load(tiny_folder, "ngram")  # one that drafts the same the second time
     params = SamplingParams(max_tokens=32, temperature=temperature, seed=7, ignore_eos=True)
     whole = model.generate(PROMPT, params)
     events = list(model.stream(PROMPT, params))

@@ -109,7 +109,7 @@ def test_the_answer_goes_to_stdout_and_everything_else_to_stderr(generate: Run, 
     assert result.status == 0
     assert result.out == answer.text + "\n"
     assert "Loading" in result.err
-    for figure in ("tokens/s", "TTFT", "TPOT", "target forwards", "mean accepted length", "acceptance rate", "ngram"):
+    for figure in ("tokens/s", "TTFT", "TPOT", "target forwards", "mean accepted length", "acceptance rate", "auto"):
         assert figure in result.err
     assert "\x1b" not in result.err
 
@@ -241,7 +241,7 @@ def test_verify_of_a_right_program_passes_and_writes_a_certificate(verify: Run, 
     assert result.out.count("2 prompts, 32 tokens") == 2 and result.out.count("0 defects, 0 near-ties") == 2
     assert "30 answers" in result.out and "p-value" in result.out
     assert "FAILED" not in result.out
-    assert "passed: speculation with ngram and rule seed-exact" in result.out
+    assert "passed: speculation with auto and rule seed-exact" in result.out
     assert f"written: {tmp_path / 'proof' / 'certificate.json'} and certificate.html" in result.out
     record = json.loads((tmp_path / "proof" / "certificate.json").read_text(encoding="utf-8"))
     assert record["passed"] is True
@@ -260,7 +260,7 @@ def test_verify_takes_drafter_and_rule(verify: Run, near_folder: Path) -> None:
 def test_verify_with_a_mistake_fails(control: str, verify: Run, tmp_path: Path) -> None:
     result = verify("--break", control, "--out", tmp_path)
     assert result.status == 1
-    assert "FAILED: speculation with ngram" in result.out
+    assert "FAILED: speculation with auto" in result.out
     assert re.search(r"^(law of|same text) .*FAILED", result.out, re.MULTILINE)
     record = json.loads((tmp_path / "certificate.json").read_text(encoding="utf-8"))
     assert record["passed"] is False and record["control"] == control
@@ -319,7 +319,7 @@ def test_json_is_one_object_and_nothing_else(generate: Run, answer: Completion, 
     assert report["stats"].keys() >= STATS
     assert report["stats"]["tokens"] == len(answer.ids)
     assert report["stats"]["target_forwards"] == answer.stats.target_forwards
-    assert report["stats"]["drafter"] == "ngram"
+    assert report["stats"]["drafter"] == "auto"
     assert report["stats"]["rule"] == "greedy"
     assert report["stats"]["backend"] == "transformers"
 
@@ -402,8 +402,28 @@ def test_a_second_run_goes_on_from_the_memory(drafter: str, generate: Run, answe
 
 
 def test_a_memory_for_who_learns_nothing_is_refused(generate: Run, tmp_path: Path) -> None:
-    message = "Error: Drafter 'ngram' learns nothing that a memory could keep. Use suffix, recycling or hybrid:A+B."
-    refused(generate("--memory", tmp_path), message)
+    result = generate("--memory", tmp_path, "--drafter", "ngram")
+    refused(
+        result, "Error: Drafter 'ngram' learns nothing that a memory could keep. Use suffix, recycling, auto[:A+B] or "
+    )
+
+
+def test_explain_tells_what_auto_did(generate: Run) -> None:
+    shown = generate("--explain", "--max-tokens", 24)
+    assert shown.status == 0
+    for said in ("A plain step takes", "rounds were plain", "suffix", "recycling", "ngram", "tokens/s"):
+        assert said in shown.err
+    report = json.loads(generate("--explain", "--json", "--max-tokens", 24).out)
+    parts = report["explanation"]["parts"]
+    assert [part["name"] for part in parts] == ["suffix", "recycling", "ngram"]
+    assert report["explanation"]["rounds"] == report["stats"]["target_forwards"]
+    assert report["explanation"]["plain_rounds"] == report["stats"]["plain_rounds"]
+    assert report["explanation"]["plain_ms"] > 0
+
+
+def test_explain_needs_auto(generate: Run) -> None:
+    message = "Error: --explain tells what auto decided, but the drafter is 'ngram': leave one of them out."
+    refused(generate("--explain", "--drafter", "ngram"), message)
 
 
 def test_a_damaged_memory_is_refused_before_anything_is_generated(generate: Run, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def near(text_target: TransformersBackend) -> Any:
 @pytest.fixture(scope="module")
 def passed(tiny_folder: Path) -> Certificate:
     """What verify says about the tiny model with ngram."""
-    return verify(foredraft.load(tiny_folder), **FEW)  # type: ignore[arg-type]
+    return verify(foredraft.load(tiny_folder, "ngram"), **FEW)  # type: ignore[arg-type]
 
 
 def test_ngram_passes(passed: Certificate) -> None:
@@ -329,7 +329,7 @@ def test_a_gguf_file_is_hashed_itself(
 @pytest.fixture(scope="module")
 def stale(tiny_folder: Path) -> Certificate:
     """A failed certificate, with differences."""
-    return verify(foredraft.load(tiny_folder), control="stale-cache", **FEW)  # type: ignore[arg-type]
+    return verify(foredraft.load(tiny_folder, "ngram"), control="stale-cache", **FEW)  # type: ignore[arg-type]
 
 
 def strict(text: str) -> Any:

@@ -58,9 +58,9 @@ PromptArgument = Annotated[str, typer.Argument(help="The prompt, or - to read it
 DrafterOption = Annotated[
     str,
     typer.Option(
-        help="What drafts: auto (measures, and drafts only what pays), none, ngram, suffix, recycling, lookahead, "
-        "draft:REF, early_exit:L, layer_skip[:FILE], self_quant, hybrid:A+B, auto:A+B. REF is a model; hybrid and auto "
-        "join others, as in auto:suffix+draft:REF."
+        help="What drafts: none, ngram, suffix, recycling, lookahead, draft:REF, early_exit:L, layer_skip[:FILE], "
+        "self_quant, hybrid:A+B, auto[:A+B]. REF is a model; hybrid and auto join others, as in "
+        "auto:suffix+draft:REF; auto measures what forwards cost, and drafts only what pays."
     ),
 ]
 DraftTokensOption = Annotated[

@@ -17,7 +17,6 @@ from foredraft.proposers.self_quant import SelfQuantized
 from foredraft.proposers.suffix import Suffix
 
 DRAFTERS: dict[str, type[Drafter]] = {
-    "auto": Auto,
     "ngram": NGram,
     "suffix": Suffix,
     "recycling": Recycling,
@@ -26,4 +25,5 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "early_exit": EarlyExit,
     "layer_skip": LayerSkip,
     "self_quant": SelfQuantized,
+    "auto": Auto,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -53,6 +54,7 @@ class Auto(Drafter):
 
     usage = "auto[:A+B]"
     trees = True
+    """Set to `False`, it drafts the likeliest path alone."""
     learns = True
     draft_tokens = 32
     when_nothing_is_accepted = "none of its parts fits this text"
@@ -163,7 +165,7 @@ class AutoProposer(Proposer):
             drafts[name] = self._ask(name, tokens, length)
             nodes = self._merged(drafts)
         self._open.append(_Open(len(tokens), nodes, self._asked))
-        return likeliest(nodes, budget)[0]
+        return likeliest(nodes if self._auto.trees else _likeliest_path(nodes), budget)[0]
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Let the parts learn, and note what each was worth."""
@@ -245,6 +247,16 @@ class AutoProposer(Proposer):
             if unknown:
                 still_open.append(draft)
         self._open = still_open
+
+
+def _likeliest_path(nodes: list[Node]) -> list[Node]:
+    """A chain of the best child of the best child …, with places of its own."""
+    path: list[Node] = []
+    at = -1
+    while below := [index for index, node in enumerate(nodes) if node.parent == at]:
+        at = max(below, key=lambda index: nodes[index].score)
+        path.append(replace(nodes[at], parent=len(path) - 1))
+    return path
 
 
 class _Open:
