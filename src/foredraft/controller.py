@@ -331,6 +331,10 @@ class Turn:
         self._idle += 1
         return True
 
+    def watches(self, plain_seconds: float) -> bool:
+        """Whether to learn from a verification of others' drafts now: as often as it takes a small share of a step."""
+        return self._rounds % max(1, round(self.arm.watching / (_COSTLY_SHARE * plain_seconds))) == 0
+
     def note_worth(self, gained: float, rate: float) -> None:
         """It was asked, and gained so many tokens, verification paid."""
         self._asks += 1

@@ -27,7 +27,7 @@ from foredraft.types import Draft, Verdict
 DEFAULT_PARTS: tuple[type[Drafter], ...] = (Suffix, Recycling, NGram)
 _ABOUT = {"foredraft": "auto", "version": "1"}
 _WORKLOAD_MEMORY, _REQUEST_MEMORY = 200.0, 45.0  # nodes, for each proposer, score and context
-_LEAST_ASKED = 4  # nodes that are asked for, to see what more would have been right
+_LEAST_ASKED = 3  # nodes that are asked for, to see what more would have been right
 _TRIED = 1  # tokens that a costly part is asked for while it does not pay
 _DEEPEST = 16  # tokens of a costly part's draft
 
@@ -134,7 +134,7 @@ class AutoProposer(Proposer):
         self._asked: list[str] = []
         self._length = 0  # of the text
         self._open: list[_Open] = []
-        self._kept = _LEAST_ASKED / 2  # nodes of recent rounds, at most
+        self._kept = 2.0  # nodes of recent rounds, at most
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -170,8 +170,9 @@ class AutoProposer(Proposer):
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Let the parts learn, and note what each was worth."""
         draft, controller, clock = verification.draft, self._auto.controller, self._auto.clock
+        plain = controller.plain_seconds(self._length)
         for name, part in self._parts.items():
-            if name in self._asked or part.watches:
+            if name in self._asked or (part.watches and self._turns[name].watches(plain)):
                 started = clock()
                 part.observe(verification, verdict)
                 self._auto.note_watch(self._auto.arms[name], clock() - started)
