@@ -18,6 +18,7 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.costs import CostCurve, Costs
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.explanation import best_chain, explain
 from foredraft.generation import Request
 from foredraft.loading import parse_drafter
 from foredraft.proposers.auto import Auto
@@ -155,6 +156,36 @@ def test_forwards_teach_what_they_cost(target: TransformersBackend) -> None:
     costs = Costs({1: CostCurve((1, 64), (0,), [[10.0, 10.0]])})
     generate(Engine(target, auto_over(target, costs)), PROMPT, GREEDY)
     assert costs.seconds(1, 30) < 5.0
+
+
+def test_advice_has_the_known_speedups() -> None:
+    """With c = 1/50 and free rows, four tokens that are right 80 % of the time give 3.11 x; more tokens, more."""
+    free = CostCurve((1, 64), (0,), [[1.0, 1.0]])
+    rate, length = best_chain(free, 0, 0.8, 1 / 50)
+    assert rate > 3.11 and length > 4
+    four = CostCurve((1, 5, 6), (0,), [[1.0, 1.0, 9.0]])
+    assert best_chain(four, 0, 0.8, 1 / 50) == (pytest.approx(3.3616 / 1.08), 4)
+    assert best_chain(four, 0, 0.05, 0.5) == (1.0, 0)
+
+
+def test_an_explanation_has_figures_of_every_part(target: TransformersBackend) -> None:
+    auto = auto_over(target)
+    stats = generate(Engine(target, auto), PROMPT, GREEDY).stats
+    found = explain(auto, stats, 40)
+    assert [part.name for part in found.parts] == ["suffix", "recycling", "ngram"]
+    assert sum(part.accepted for part in found.parts) == pytest.approx(stats.accepted)
+    assert sum(part.verified for part in found.parts) == pytest.approx(stats.drafted)
+    assert (found.rounds, found.plain_rounds) == (stats.target_forwards, stats.plain_rounds)
+    assert found.plain_ms == pytest.approx(1000.0) and found.break_even == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_where_a_rule_takes_no_trees_it_drafts_chains(target: TransformersBackend, params: SamplingParams) -> None:
+    auto = auto_over(target)
+    auto.trees = False
+    backend = CountingBackend(target)
+    assert generate(Engine(backend, auto, rule="token"), PROMPT, params).stats.accepted > 0
+    assert all(draft.is_chain for draft in backend.drafts)
 
 
 # How it is asked for

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.acceptance import RULES
-from foredraft.controller import Arm, Controller, Turn
+from foredraft.arms import Arm, Turn
+from foredraft.controller import Controller
 from foredraft.costs import CostCurve, Costs
 from foredraft.estimates import Calibration
 from foredraft.metrics import slower_than_plain

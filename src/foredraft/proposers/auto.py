@@ -8,8 +8,9 @@ from pathlib import Path
 from time import perf_counter
 
 from foredraft.acceptance import Draws
+from foredraft.arms import Arm, Turn
 from foredraft.backends.base import Backend, KVCache
-from foredraft.controller import Arm, Controller, Turn
+from foredraft.controller import Controller
 from foredraft.costs import Costs
 from foredraft.errors import UnsupportedError
 from foredraft.estimates import Calibration
