@@ -33,7 +33,11 @@ from tiny import (
 
 PROMPT = [1, 2, 3]
 DRAFTER_NAMES = ["none", *DRAFTER_MAKERS]
-LEARN_FROM_EARLIER_ANSWERS = ("suffix", "recycling", "auto")  # so that drafts, though not text, depend on what came before
+LEARN_FROM_EARLIER_ANSWERS = (
+    "suffix",
+    "recycling",
+    "auto",
+)  # so that drafts, though not text, depend on what came before
 
 
 def greedy(max_tokens: int = 40, **other: Any) -> SamplingParams:
