@@ -10,6 +10,7 @@ from foredraft.proposers.auto import Auto
 from foredraft.types import Stats
 
 _LONGEST = 16  # tokens of the chains that advice is about
+_WIDE = {"f32", "bf16", "f16"}  # formats of more than 8 bits
 _WORTH_SAYING = 1.05  # times as fast as now
 
 
@@ -125,8 +126,8 @@ def _advice(auto: Auto, curve: CostCurve, context: int, now: float, backend: str
         rate, length = best_chain(curve, context, acceptance, share * plain)
         if length and rate > _WORTH_SAYING * now:
             found.append(
-                f"{what}: at {1e3 * share * plain:.1f} ms a token, right {acceptance:.0%} of the time, about "
-                f"{rate:.0f} tokens/s ({rate / now:.2f} x of now) with {length} tokens a draft."
+                f"{what}: if it took {1e3 * share * plain:.1f} ms a token and were right {acceptance:.0%} of the time, "
+                f"about {rate:.0f} tokens/s ({rate / now:.2f} x of now) with {length} tokens a draft."
             )
     eight = curve.v(8, context)
     if eight > 1.5:
@@ -135,10 +136,10 @@ def _advice(auto: Auto, curve: CostCurve, context: int, now: float, backend: str
             f"Cheaper rows: a forward over 8 rows takes {eight:.1f} plain steps here, so a draft must be right more "
             f"than {curve.v(2, context) - 1:.0%} of the time to begin with. Try {other}."
         )
-    if backend == "native":
+    if backend == "native" and _WIDE & set(auto.costs.about.get("weights", "").split("+")):
         found.append(
             f"Smaller weights: a plain step takes {1e3 * plain:.1f} ms, most of it reading weights; --weights q8 "
-            "halves those of 16 bits, and changes the model a little."
+            "makes them 8 bits each, and changes the model a little."
         )
     if any(part.learns for part in auto.parts):
         found.append("Text like earlier text: --memory FOLDER keeps what the parts learned for the next run.")
