@@ -189,9 +189,9 @@ def drawn(few_tokens: Any, drafter: str, backend: str, rule: str) -> Counter[tup
     return Counter(completion.ids for completion in complete(engine, *requests))
 
 
-# To save time, every drafter is drawn by its default rule on the native backend, the fastest, and one of each kind of draw
-# by every rule there. Rules and engine are the same on every backend, and equality is tested in all rows: elsewhere a few
-# drafters will do.
+# To save time, every drafter is drawn by its default rule on the native backend, the fastest, and one of each kind of
+# draw by every rule there. Rules and engine are the same on every backend, and equality is tested in all rows: elsewhere
+# a few drafters will do.
 BY_EVERY_RULE = ("ngram", "draft")
 ON_OTHER_BACKENDS = ("ngram", "draft", "recycling")
 
