@@ -190,8 +190,8 @@ def drawn(few_tokens: Any, drafter: str, backend: str, rule: str) -> Counter[tup
 
 
 # To save time, every drafter is drawn by its default rule on the native backend, the fastest, and one of each kind of
-# draw by every rule there. Rules and engine are the same on every backend, and equality is tested in all rows: elsewhere
-# a few drafters will do.
+# draw by every rule there. Rules and engine are the same on every backend, and equality is tested in all rows: on the
+# others a few drafters will do.
 BY_EVERY_RULE = ("ngram", "draft")
 ON_OTHER_BACKENDS = ("ngram", "draft", "recycling")
 
