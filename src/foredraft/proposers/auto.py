@@ -9,14 +9,13 @@ from time import perf_counter
 
 from foredraft.acceptance import Draws
 from foredraft.arms import Arm, Turn
-from foredraft.backends.base import Backend, KVCache
+from foredraft.backends.base import Backend
 from foredraft.controller import Controller
 from foredraft.costs import Costs
 from foredraft.errors import UnsupportedError
 from foredraft.estimates import Calibration
 from foredraft.proposers.base import Drafter, Proposer, Verification
-from foredraft.proposers.files import damaged, read_arrays, write_arrays
-from foredraft.proposers.hybrid import Node, likeliest, merge
+from foredraft.proposers.hybrid import Joint, JointProposer, Node, likeliest, merge
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
 from foredraft.proposers.suffix import Suffix
@@ -26,14 +25,13 @@ from foredraft.tree import keep
 from foredraft.types import Draft, Verdict
 
 DEFAULT_PARTS: tuple[type[Drafter], ...] = (Suffix, Recycling, NGram)
-_ABOUT = {"foredraft": "auto", "version": "1"}
 _WORKLOAD_MEMORY, _REQUEST_MEMORY = 200.0, 45.0  # nodes, for each proposer, score and context
 _LEAST_ASKED = 3  # nodes that are asked for, to see what more would have been right
 _TRIED = 1  # tokens that a costly part is asked for while it does not pay
 _DEEPEST = 16  # tokens of a costly part's draft
 
 
-class Auto(Drafter):
+class Auto(Joint):
     """Merges the drafts of its parts, and verifies of them what pays.
 
     Before each round it knows what a forward over any number of rows costs, what each part takes to draft, and, from
@@ -56,7 +54,6 @@ class Auto(Drafter):
     usage = "auto[:A+B]"
     trees = True
     """Set to `False`, it drafts the likeliest path alone."""
-    learns = True
     draft_tokens = 32
     when_nothing_is_accepted = "none of its parts fits this text"
 
@@ -66,13 +63,12 @@ class Auto(Drafter):
                 "Drafter 'lookahead' cannot be a part of 'auto': its guesses must be verified whether or not they pay. "
                 "Use 'lookahead' alone or in a hybrid."
             )
-        self.parts = tuple(parts)
-        default = [part.name for part in parts] == [kind.name for kind in DEFAULT_PARTS]
-        self.name = "auto" if default else "auto:" + "+".join(part.name for part in parts)
+        super().__init__("auto", parts, Calibration(memory=_WORKLOAD_MEMORY))
+        if [part.name for part in parts] == [kind.name for kind in DEFAULT_PARTS]:
+            self.name = "auto"
         self.costs: Costs = costs
         self.clock = clock
         self.controller = Controller(costs)
-        self.calibration = Calibration(memory=_WORKLOAD_MEMORY)
         self.arms = {part.name: Arm(part.name, part.draws is not Draws.POINT) for part in self.parts}
         self.rounds = self.plain_rounds = 0
         self._draft_seconds = 0.0  # of the round at hand
@@ -99,7 +95,7 @@ class Auto(Drafter):
     def note_ask(self, arm: Arm, nodes: int, seconds: float) -> None:
         """A part was asked for a draft."""
         self._draft_seconds += seconds
-        arm.note_ask(nodes, seconds)
+        arm.note_ask(seconds)
         if arm.costly:
             self.costs.note_draft(arm.name, nodes, seconds)
 
@@ -108,44 +104,19 @@ class Auto(Drafter):
         self._draft_seconds += seconds
         arm.note_watch(seconds)
 
-    def save(self, folder: Path) -> None:
-        """Keep what each part learned, and the calibration in `auto.safetensors`."""
-        for part in self.parts:
-            part.save(folder)
-        write_arrays(folder / "auto.safetensors", self.calibration.arrays(), _ABOUT)
 
-    def load(self, folder: Path) -> None:
-        """Take up what each part kept, and the calibration."""
-        for part in self.parts:
-            part.load(folder)
-        file = folder / "auto.safetensors"
-        arrays = read_arrays(file, _ABOUT)
-        if arrays is not None and not self.calibration.take_up(arrays):
-            raise damaged(file)
-
-
-class AutoProposer(Proposer):
+class AutoProposer(JointProposer):
     """One sequence's merged drafts, and the record of its parts on this text."""
 
     def __init__(self, auto: Auto, parts: dict[str, Proposer]) -> None:
+        super().__init__(parts)
         self._auto = auto
-        self._parts = parts
         self._calibration = Calibration(auto.calibration, _REQUEST_MEMORY)
         self._turns = {name: Turn(arm) for name, arm in auto.arms.items()}
         self._asked: list[str] = []
         self._length = 0  # of the text
         self._open: list[_Open] = []
         self._kept = 2.0  # nodes of recent rounds, at most
-
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        """Forwards of all parts' draft models."""
-        return sum(part.forwards for part in self._parts.values())
-
-    def attach(self, cache: KVCache) -> None:
-        """Hand the target's cache to every part."""
-        for part in self._parts.values():
-            part.attach(cache)
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The merged drafts of the parts whose turn it is, with calibrated path probabilities as scores."""
@@ -195,8 +166,7 @@ class AutoProposer(Proposer):
     def finish(self, tokens: Sequence[int]) -> None:
         """Learn from the last drafts, and tell every part."""
         self._read(tokens)
-        for part in self._parts.values():
-            part.finish(tokens)
+        super().finish(tokens)
 
     def _ask(self, name: str, tokens: Sequence[int], budget: int) -> Draft:
         started = self._auto.clock()

@@ -15,10 +15,65 @@ from foredraft.sampling import Law
 from foredraft.tree import depths
 from foredraft.types import Draft, Verdict
 
-_ABOUT = {"foredraft": "hybrid", "version": "1"}
+
+class Joint(Drafter):
+    """A drafter made of others, and what is known of how often their nodes come true.
+
+    Args:
+        kind: What it is called without its parts; its file is named so.
+        parts: The drafters, in the order in which equals are preferred.
+        calibration: Of their nodes.
+    """
+
+    trees = True
+    learns = True
+
+    def __init__(self, kind: str, parts: Sequence[Drafter], calibration: Calibration) -> None:
+        self.name = f"{kind}:" + "+".join(part.name for part in parts)
+        self.parts = tuple(parts)
+        self.calibration = calibration
+        self._file = f"{kind}.safetensors"
+        self._about = {"foredraft": kind, "version": "1"}
+
+    def save(self, folder: Path) -> None:
+        """Keep what each part learned, and the calibration in a file of its own."""
+        for part in self.parts:
+            part.save(folder)
+        write_arrays(folder / self._file, self.calibration.arrays(), self._about)
+
+    def load(self, folder: Path) -> None:
+        """Take up what each part kept, and the calibration. That of other parts does no harm: it is by name."""
+        for part in self.parts:
+            part.load(folder)
+        file = folder / self._file
+        arrays = read_arrays(file, self._about)
+        if arrays is not None and not self.calibration.take_up(arrays):
+            raise damaged(file)
 
 
-class Hybrid(Drafter):
+class JointProposer(Proposer):
+    """One sequence's drafts out of those of several proposers, by name."""
+
+    def __init__(self, parts: dict[str, Proposer]) -> None:
+        self._parts = parts
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        """Forwards of all parts' draft models."""
+        return sum(part.forwards for part in self._parts.values())
+
+    def attach(self, cache: KVCache) -> None:
+        """Hand the target's cache to every part."""
+        for part in self._parts.values():
+            part.attach(cache)
+
+    def finish(self, tokens: Sequence[int]) -> None:
+        """Tell every part."""
+        for part in self._parts.values():
+            part.finish(tokens)
+
+
+class Hybrid(Joint):
     """Merges the drafts of several drafters into one tree.
 
     All nodes count as point masses: given the draft, every rule for point masses is exact, whatever made it. What is
@@ -29,34 +84,15 @@ class Hybrid(Drafter):
     """
 
     usage = "hybrid:A+B"
-    trees = True
-    learns = True
     when_nothing_is_accepted = "none of its drafters fits this text"
 
     def __init__(self, parts: Sequence[Drafter]) -> None:
-        self.parts = tuple(parts)
-        self.name = "hybrid:" + "+".join(part.name for part in parts)
+        super().__init__("hybrid", parts, Calibration())
         self.draft_tokens = max(part.draft_tokens for part in parts)
-        self.calibration = Calibration()
 
     def proposer(self, law: Law, source: RandomSource) -> HybridProposer:
         """A proposer with one of each part."""
         return HybridProposer(self, {part.name: part.proposer(law, source) for part in self.parts})
-
-    def save(self, folder: Path) -> None:
-        """Keep what each part learned, and the calibration in `hybrid.safetensors`."""
-        for part in self.parts:
-            part.save(folder)
-        write_arrays(folder / "hybrid.safetensors", self.calibration.arrays(), _ABOUT)
-
-    def load(self, folder: Path) -> None:
-        """Take up what each part kept, and the calibration. That of other parts does no harm: it is by name."""
-        for part in self.parts:
-            part.load(folder)
-        file = folder / "hybrid.safetensors"
-        arrays = read_arrays(file, _ABOUT)
-        if arrays is not None and not self.calibration.take_up(arrays):
-            raise damaged(file)
 
 
 @dataclass(slots=True)
@@ -86,23 +122,13 @@ class Node:
         return max(self.raw.values())
 
 
-class HybridProposer(Proposer):
+class HybridProposer(JointProposer):
     """One sequence's merged drafts."""
 
     def __init__(self, hybrid: Hybrid, parts: dict[str, Proposer]) -> None:
+        super().__init__(parts)
         self._calibration = hybrid.calibration
-        self._parts = parts
         self._raw: list[tuple[str, float]] = []
-
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        """Forwards of all parts' draft models."""
-        return sum(part.forwards for part in self._parts.values())
-
-    def attach(self, cache: KVCache) -> None:
-        """Hand the target's cache to every part."""
-        for part in self._parts.values():
-            part.attach(cache)
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The likeliest `budget` nodes of all parts' drafts, by calibrated path probability."""
@@ -121,11 +147,6 @@ class HybridProposer(Proposer):
             self._calibration.note(who, raw, node in verdict.path)
         for part in self._parts.values():
             part.observe(verification, verdict)
-
-    def finish(self, tokens: Sequence[int]) -> None:
-        """Tell every part."""
-        for part in self._parts.values():
-            part.finish(tokens)
 
 
 def likeliest(nodes: Sequence[Node], budget: int) -> tuple[Draft, list[Node]]:
