@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig
 
+from foredraft.backends.checkpoint import readable
 from foredraft.backends.native import reading
 from foredraft.backends.native.families import NotNativeError
 from foredraft.backends.native.gguf_file import GgufFile
@@ -87,7 +88,7 @@ def _of_gguf(path: Path) -> tuple[str, int | None, list[_Tensor]]:
 
 
 def _of_folder(path: Path) -> tuple[str, int | None, list[_Tensor]]:
-    with reading.readable(path):
+    with readable(path):
         config = AutoConfig.from_pretrained(path)
         tensors = []
         for file in shards(path):

@@ -14,6 +14,7 @@ import torch
 
 from foredraft.backends.base import Backend
 from foredraft.backends.checkpoint import load_checkpoint, pick_device
+from foredraft.backends.native.cache import KV_TYPES
 from foredraft.backends.native.families import NotNativeError
 from foredraft.backends.native.tensors import WEIGHTS
 from foredraft.backends.transformers import TransformersBackend
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "native", "transformers")
-KV_FORMATS = ("f32", "bf16")
 _MOST_THREADS = 1024
 _WITH_HYBRID: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid}
 KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in _WITH_HYBRID.values())))
@@ -143,7 +143,7 @@ class EngineChoice:
         require("weights", self.weights, self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
         good = self.threads is None or (is_integer(self.threads) and 1 <= self.threads <= _MOST_THREADS)
         require("threads", self.threads, good, f"an integer in [1, {_MOST_THREADS}]")
-        require("kv", self.kv, self.kv in KV_FORMATS, f"one of {', '.join(KV_FORMATS)}")
+        require("kv", self.kv, self.kv in KV_TYPES, f"one of {', '.join(KV_TYPES)}")
         reason, asked = self.not_native, (self.weights, self.threads, self.kv) != ("auto", None, "f32")
         if reason is not None and (asked or self.backend == "native"):
             wanted = "weights, threads and kv belong to" if self.backend != "native" else "you asked for"

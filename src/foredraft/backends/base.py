@@ -34,6 +34,13 @@ class Query(NamedTuple):
     root: int
     draft: Draft = Draft()
 
+    def begins_with(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens the root and the nodes after it are, as long as they follow one another."""
+        for node, (own, other) in enumerate(zip((self.root, *self.draft.tokens), tokens, strict=False), start=-1):
+            if own != other or (node >= 0 and self.draft.parents[node] != node - 1):
+                return node + 1
+        return min(1 + len(self.draft), len(tokens))
+
 
 @dataclass(frozen=True)
 class Capabilities:

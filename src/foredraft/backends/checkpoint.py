@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from foredraft.errors import InvalidInputError, ModelError
+from foredraft.errors import ForedraftError, InvalidInputError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,15 +99,26 @@ def load_checkpoint(
 
 def _read(path: Path, folder: Path, device: torch.device, options: dict[str, Any]) -> Checkpoint:
     source = {key: value for key, value in options.items() if key == "gguf_file"}
-    # Whatever a damaged file makes the readers raise, the user needs one sentence with the file's name.
-    try:
+    with readable(path):
         config = AutoConfig.from_pretrained(folder, **source)
         tokenizer = AutoTokenizer.from_pretrained(folder, **source)
         refuse_unless_it_fits(config, options["dtype"], device)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, device_map=device, **options
         )
-    except ModelError:
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(f"{path} lacks {len(missing)} of its tensors, such as '{missing[0]}': it is incomplete.")
+    return Checkpoint(model.eval(), tokenizer)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Whatever a damaged file makes the readers raise, the user needs one sentence with the file's name."""
+    try:
+        yield
+    except ForedraftError:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -113,11 +126,6 @@ def _read(path: Path, folder: Path, device: torch.device, options: dict[str, Any
             f"Cannot read the model {path} ({reason}). The file may be cut short, damaged, or of a kind that "
             "transformers does not know."
         ) from error
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(f"{path} lacks {len(missing)} of its tensors, such as '{missing[0]}': it is incomplete.")
-    return Checkpoint(model.eval(), tokenizer)
 
 
 class MemoryBudget(NamedTuple):

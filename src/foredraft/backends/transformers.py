@@ -68,17 +68,13 @@ class TransformersCache(KVCache):
         """How many of the query's first tokens are in `early` (of as many layers); the first layers forget the rest."""
         if self.early is None:
             return 0
-        tokens, same = (query.root, *query.draft.tokens), 0
-        if layers in (None, self.early.layers):
-            for node, (one, other) in enumerate(zip(tokens, self.early.tokens, strict=False), start=-1):
-                if one != other or (node >= 0 and query.draft.parents[node] != node - 1):
-                    break
-                same += 1
-        for layer in self.kv.layers[: self.early.layers]:
+        early = self.early
+        same = query.begins_with(early.tokens) if layers in (None, early.layers) else 0
+        for layer in self.kv.layers[: early.layers]:
             assert isinstance(layer, DynamicLayer)
             layer.crop(same - self.pending)
         self.pending = same
-        self.early = Early(self.early.layers, tokens[:same], self.early.hidden[:, :same]) if same else None
+        self.early = Early(early.layers, early.tokens[:same], early.hidden[:, :same]) if same else None
         return same
 
 

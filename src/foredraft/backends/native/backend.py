@@ -19,6 +19,7 @@ from foredraft.backends.native.kernels import Kernels
 from foredraft.backends.native.tables import (
     NODE,
     SEQUENCE,
+    SLACK,
     Batch,
     Table,
     Workspace,
@@ -285,7 +286,7 @@ class NativeBackend(Backend):
     def _workspace(self, nodes: int, rows: int) -> Workspace:
         """Memory for this forward; it grows and is kept."""
         have = self._work
-        if have is None or len(have.x) < nodes or have.scores.shape[2] < rows + 64:
+        if have is None or len(have.x) < nodes or have.scores.shape[2] < rows + SLACK:
             most = max(nodes, len(have.x) if have else 0)
             self._work = have = workspace_for(self._tables, most, max(2 * rows, FIRST_ROWS), self.team.threads)
         return have

@@ -77,13 +77,9 @@ class NativeCache(KVCache):
         """How many of the query's first tokens, a chain, are in `early` (of as many layers). The rest is forgotten."""
         if self.early is None:
             return 0
-        tokens, same = (query.root, *query.draft.tokens), 0
-        if layers in (None, self.early.layers):
-            for node, (one, other) in enumerate(zip(tokens, self.early.tokens, strict=False), start=-1):
-                if one != other or (node >= 0 and query.draft.parents[node] != node - 1):
-                    break
-                same += 1
-        self.early = Early(self.early.layers, tokens[:same], self.early.hidden[:same]) if same else None
+        early = self.early
+        same = query.begins_with(early.tokens) if layers in (None, early.layers) else 0
+        self.early = Early(early.layers, early.tokens[:same], early.hidden[:same]) if same else None
         return same
 
 

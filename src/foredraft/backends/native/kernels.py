@@ -230,16 +230,11 @@ def _linear(module: ir.Module, cpu: Cpu, name: str, nodes: int) -> None:
     """
     e = Emitter(module, cpu, f"{name}_{nodes}", [POINTER, I64, POINTER, I64, POINTER, I64, I64, I64, I64])
     first, last = e.arguments[6:8]
-    rows = rows_at_once(nodes, cpu.registers)
-    with e.loop(first, last, step=rows) as (row, _):
-        _rows(e, name, nodes, rows, row)
-    if rows > 1:
-        with e.loop(row, last) as (row, _):
-            _rows(e, name, nodes, 1, row)
+    e.groups(first, last, rows_at_once(nodes, cpu.registers), partial(_rows, e, name, nodes))
     e.build.ret_void()
 
 
-def _rows(e: Emitter, name: str, nodes: int, rows: int, row: Any) -> None:
+def _rows(e: Emitter, name: str, nodes: int, row: Any, rows: int) -> None:
     """Some rows times all nodes. Each weight is loaded and converted once, each product has its own accumulator."""
     matrix, row_bytes, x, x_stride, y, y_stride, _, _, blocks = e.arguments
     size = FORMATS[name].block_bytes
@@ -325,17 +320,12 @@ def _scores(module: ir.Module, cpu: Cpu, name: str, nodes: int) -> None:
     has to be summed across lanes.
     """
     e = Emitter(module, cpu, f"scores_{nodes}", [POINTER, I64, POINTER, I64, I64, POINTER, I64])
-    last = e.arguments[4]
     together = max(1, min(8, (cpu.registers - 4) // nodes))
-    with e.loop(e.integer(0), last, step=together) as (block, _):
-        _score_blocks(e, name, nodes, together, block)
-    if together > 1:
-        with e.loop(block, last) as (block, _):
-            _score_blocks(e, name, nodes, 1, block)
+    e.groups(e.integer(0), e.arguments[4], together, partial(_score_blocks, e, name, nodes))
     e.build.ret_void()
 
 
-def _score_blocks(e: Emitter, name: str, nodes: int, together: int, block: Any) -> None:
+def _score_blocks(e: Emitter, name: str, nodes: int, block: Any, together: int) -> None:
     q, q_stride, keys, head_width, _, scores, stride = e.arguments
     size = FORMATS[name].block_bytes * e.lanes // BLOCK  # bytes of one dimension of a block's keys
     inputs = [e.at(q, e.times(q_stride, 4 * node)) for node in range(nodes)]
@@ -360,11 +350,7 @@ def _weighted(module: ir.Module, cpu: Cpu, name: str, nodes: int) -> None:
     Adds `p[node, row] values[row]` to `out[node]`, one row after the other.
     """
     e = Emitter(module, cpu, f"weighted_{nodes}", [POINTER, I64, POINTER, I64, I64, POINTER, I64, I64])
-    blocks = e.arguments[-1]
-    with e.loop(e.integer(0), blocks, step=2) as (block, _):
-        _weighted_columns(e, name, nodes, block, 2)
-    with e.loop(block, blocks) as (block, _):
-        _weighted_columns(e, name, nodes, block, 1)
+    e.groups(e.integer(0), e.arguments[-1], 2, partial(_weighted_columns, e, name, nodes))
     e.build.ret_void()
 
 

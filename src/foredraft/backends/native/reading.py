@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from foredraft.backends.checkpoint import MemoryBudget, refuse_beyond_memory
+from foredraft.backends.checkpoint import MemoryBudget, readable, refuse_beyond_memory
 from foredraft.backends.native import families
 from foredraft.backends.native.gguf_config import gguf_config, stop_tokens
 from foredraft.backends.native.gguf_file import GgufFile
@@ -20,7 +18,7 @@ from foredraft.backends.native.tensors import WEIGHTS, Tensors, build, bytes_whe
 from foredraft.backends.native.torch_tensors import folder_tensors, model_tensors
 from foredraft.backends.native.weights import Weights
 from foredraft.checks import require
-from foredraft.errors import ForedraftError, ModelError
+from foredraft.errors import ModelError
 from foredraft.models import file_key
 
 if TYPE_CHECKING:
@@ -148,21 +146,6 @@ def refuses_model(model: PreTrainedModel) -> str | None:
     except ModelError as error:  # as where adapters are wrapped around it
         return f"its tensors are not as usual ({error})"
     return None
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Whatever a damaged file makes the readers raise, the user needs one sentence with the file's name."""
-    try:
-        yield
-    except ForedraftError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ModelError(
-            f"Cannot read the model {path} ({reason}). The file may be cut short, damaged, or of a kind that "
-            "transformers does not know."
-        ) from error
 
 
 def _stop_tokens(folder: Path, config: Any) -> frozenset[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -137,6 +137,14 @@ class Emitter:
         build.branch(head)
         build.position_at_end(done)
         values[:] = phis
+
+    def groups(self, first: Any, last: Any, size: int, body: Callable[[Any, int], None]) -> None:
+        """`body(index, size)` for whole groups from `first` to `last`, then `body(index, 1)` for each that is left."""
+        with self.loop(first, last, step=size) as (index, _):
+            body(index, size)
+        if size > 1:
+            with self.loop(index, last) as (index, _):
+                body(index, 1)
 
     def sums(self, vectors: Sequence[Any]) -> Any:
         """One vector whose lane i is the sum of the lanes of `vectors[i]`, at most as many as there are lanes.
