@@ -227,7 +227,7 @@ def test_what_is_left_aside_is_tried_again_at_a_bounded_cost_and_ever_less() -> 
     asked = []
     for _ in range(20_000):
         if turn.due(rate=10.0, plain_seconds=0.1):
-            arm.note_ask(0, 0.01)
+            arm.note_ask(0.01)
             turn.note_worth(0.0, rate=10.0)
             asked.append(True)
         else:
@@ -241,14 +241,14 @@ def test_what_pays_is_asked_every_round() -> None:
     turn = Turn(Arm("good", costly=False))
     for _ in range(100):
         assert turn.due(rate=10.0, plain_seconds=0.1)
-        turn.arm.note_ask(4, 0.01)
+        turn.arm.note_ask(0.01)
         turn.note_worth(0.5, rate=10.0)
 
 
 def test_one_interruption_does_not_make_a_drafter_slow() -> None:
     arm = Arm("a", costly=False)
     for seconds in [0.001] * 20 + [5.0]:
-        arm.note_ask(4, seconds)
+        arm.note_ask(seconds)
     assert arm.seconds < 0.0012
 
 

@@ -36,7 +36,6 @@ class Arm:
     asked: int = 0
     watched: int = 0
     spent: float = 0.0
-    proposed: int = 0
     verified: float = 0.0
     accepted: float = 0.0
     """Nodes, each counted in part where several proposed it."""
@@ -48,10 +47,9 @@ class Arm:
         """What it takes to have it in a round."""
         return self.asking + self.watching
 
-    def note_ask(self, nodes: int, seconds: float) -> None:
-        """It drafted so many nodes in so long."""
+    def note_ask(self, seconds: float) -> None:
+        """It drafted in so long."""
         self.asked += 1
-        self.proposed += nodes
         self.spent += seconds
         self.asking = robust_mean(self.asking, seconds, self.asked)
 

@@ -13,7 +13,7 @@ from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.proposers.translation import Reading, Translation
 from foredraft.randomness import RandomSource
-from foredraft.sampling import Law
+from foredraft.sampling import Law, argmax
 from foredraft.types import Draft, Verdict
 
 _LONGEST_CATCH_UP = 16  # tokens that join the scoring forward instead of a prefill of their own
@@ -83,7 +83,7 @@ class DraftModelProposer(Proposer):
             self._fed = drafted[:]
             if q is None:
                 break
-            x = int(q.argmax()) if self._law.greedy else self._source.at(len(history)).draw(q)
+            x = int(argmax(q)) if self._law.greedy else self._source.at(len(history)).draw(q)
             drafted.append(x)
             rows.append(q)
             unseen = self._own_ids_of(x)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from foredraft.checks import is_integer, require
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.randomness import RandomSource
-from foredraft.sampling import Law
+from foredraft.sampling import Law, argmax
 from foredraft.tree import paths
 from foredraft.types import Draft, Verdict
 
@@ -88,7 +88,7 @@ class LookaheadProposer(Proposer):
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Extend every column by the target's argmax after it, and pool the n-grams that became whole."""
         rows = {path: row for row, path in enumerate([(), *paths(verification.draft)])}
-        best = verification.logits.argmax(-1).tolist()
+        best = argmax(verification.logits).tolist()
         guesses = [best[rows[path]] if path in rows else path[-1] for path in self._columns]
         if not guesses:
             return
