@@ -21,6 +21,7 @@ from foredraft.proposers.base import Drafter, Verification
 from foredraft.randomness import KeyedSource, RandomSource, TorchSource
 from foredraft.sampling import AllowedTokens, Law, SamplingLaw, refuse_bias_beyond
 from foredraft.text import TextStream, TextTokenizer, word_ids
+from foredraft.tree import depths
 from foredraft.types import (
     Completion,
     Draft,
@@ -228,6 +229,7 @@ class Generation:
             verify_seconds=verify,
             accept_seconds=verification.accept_seconds,
             batch=batch,
+            depth=max(depths(verification.draft)),
         )
         self._rounds.append(stats)
         now = perf_counter()

@@ -178,6 +178,8 @@ class RoundStats:
     accept_seconds: float
     batch: int = 1
     """Sequences in the forward."""
+    depth: int = 0
+    """Tokens of the draft's longest path."""
 
 
 class TokenEvent(NamedTuple):
