@@ -102,6 +102,12 @@ class Turn:
         """Seconds per token after the first; `None` of a single token."""
         return (self.seconds - self.ttft) / (self.tokens - 1) if self.tokens > 1 else None
 
+    @classmethod
+    def from_json(cls, found: Any) -> Turn:
+        """The turn of the dict that `Measurement.to_json` has for it."""
+        rounds = Rounds(**found["rounds"]) if found["rounds"] is not None else None
+        return cls(**{**found, "ids": tuple(found["ids"]), "rounds": rounds})
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -132,16 +138,7 @@ class Measurement:
             InvalidInputError: It is none.
         """
         try:
-            turns = tuple(
-                Turn(
-                    **{
-                        **turn,
-                        "ids": tuple(turn["ids"]),
-                        "rounds": Rounds(**turn["rounds"]) if turn["rounds"] else None,
-                    }
-                )
-                for turn in found["turns"]
-            )
+            turns = tuple(Turn.from_json(turn) for turn in found["turns"])
             return cls(**{**found, "turns": turns})
         except (TypeError, KeyError, AssertionError) as error:
             raise InvalidInputError(f"This is no measurement of a benchmark ({error}).") from error
