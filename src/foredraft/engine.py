@@ -17,7 +17,6 @@ from foredraft.text import TextTokenizer
 from foredraft.types import Draft, Event
 
 MOST_DRAFT_TOKENS = 64
-_SETTLING, _NOTED_OF_ALIKE = 64, 4  # forwards: later ones that are like the last are noted now and then
 
 
 class Engine:
@@ -67,8 +66,6 @@ class Engine:
             costs=costs if costs is not None or drafter is None else drafter.costs,
         )
 
-        self._forwards = self._noted_rows = 0
-
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
         """Events of all requests, each with the index of its request, until every one has ended.
 
@@ -100,7 +97,7 @@ class Engine:
             verdict, events = g.emit(verdict)
             self.setup.backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
             accept_seconds = perf_counter() - started
-            verification = Verification(draft, logits, p, root, accept_seconds)
+            verification = Verification(draft, logits, root, accept_seconds)
             events += g.close_round(verification, verdict, verify_seconds, len(queries))
             yield from ((index, event) for event in events)
 
@@ -110,12 +107,9 @@ class Engine:
         return drafter.select(drafts, _context(g.cache for g in running.values())) if drafter is not None else drafts
 
     def _note(self, queries: list[Query], seconds: float) -> None:
-        """Refine the measured costs by this forward, unless it says nothing new: noting takes time, too."""
-        rows = sum(len(query.draft) + 1 for query in queries)
-        self._forwards += 1
-        news = self._forwards <= _SETTLING or rows != self._noted_rows or self._forwards % _NOTED_OF_ALIKE == 0
-        if self.setup.costs is not None and news:
-            self._noted_rows = rows
+        """Refine the measured costs by this forward."""
+        if self.setup.costs is not None:
+            rows = sum(len(query.draft) + 1 for query in queries)
             self.setup.costs.note(rows, _context(query.cache for query in queries), seconds, len(queries))
 
 

@@ -18,11 +18,10 @@ from foredraft.types import Draft, Verdict
 
 
 class Verification(NamedTuple):
-    """What the target said about a draft: `logits` and `p` are `[N+1, V]`, row 0 after the root."""
+    """What the target said about a draft: `logits` are `[N+1, V]`, row 0 after the root."""
 
     draft: Draft
     logits: Tensor
-    p: Tensor
     root: int
     accept_seconds: float = 0.0
     """What it took after the forward: sampling law, acceptance and commit."""

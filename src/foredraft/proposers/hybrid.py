@@ -97,7 +97,7 @@ class Hybrid(Joint):
 
 @dataclass(slots=True)
 class Node:
-    """A node of the merged tree: its token, its place, and the raw score each proposer gave it.
+    """A node of the merged tree: its token, its place, the raw score each proposer gave it, all who did, and the best.
 
     Of the others, whoever scores the tree makes use: calibrated path probability, depth, what calibration went by, and
     whether it is known if the node came true.
@@ -106,20 +106,12 @@ class Node:
     token: int
     parent: int
     raw: dict[str, float]
+    who: str = ""
+    best: float = 0.0
     score: float = 0.0
     depth: int = 0
     context: str = ""
     judged: bool = False
-
-    @property
-    def who(self) -> str:
-        """All who proposed it."""
-        return "+".join(self.raw)
-
-    @property
-    def best(self) -> float:
-        """The highest raw score."""
-        return max(self.raw.values())
 
 
 class HybridProposer(JointProposer):
@@ -178,4 +170,6 @@ def merge(drafts: dict[str, Draft]) -> list[Node]:
                 merged.append(Node(token, key[0], {}))
             own.append(places[key])
             merged[own[-1]].raw.setdefault(name, score)
+    for node in merged:
+        node.who, node.best = "+".join(node.raw), max(node.raw.values())
     return merged
