@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from statistics import fmean
+from collections.abc import Collection, Iterator, Sequence
 from time import perf_counter
 
 from foredraft.acceptance import RULES, Draws, Rule
@@ -104,18 +103,18 @@ class Engine:
     def _select(self, drafts: list[Draft], running: dict[int, Generation]) -> list[Draft]:
         """What is worth verifying, for all requests together: one forward serves them all."""
         drafter = self.setup.drafter
-        return drafter.select(drafts, _context(g.cache for g in running.values())) if drafter is not None else drafts
+        return drafter.select(drafts, _context([g.cache for g in running.values()])) if drafter is not None else drafts
 
     def _note(self, queries: list[Query], seconds: float) -> None:
         """Refine the measured costs by this forward."""
         if self.setup.costs is not None:
             rows = sum(len(query.draft) + 1 for query in queries)
-            self.setup.costs.note(rows, _context(query.cache for query in queries), seconds, len(queries))
+            self.setup.costs.note(rows, _context([query.cache for query in queries]), seconds, len(queries))
 
 
-def _context(caches: Iterable[KVCache]) -> int:
+def _context(caches: Collection[KVCache]) -> int:
     """Tokens that are cached, of each sequence on average."""
-    return round(fmean(cache.length for cache in caches))
+    return sum(cache.length for cache in caches) // len(caches)
 
 
 def _refuse_misfits(drafter: Drafter, backend: Backend, rule: Rule | None) -> None:

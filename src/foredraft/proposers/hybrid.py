@@ -143,8 +143,9 @@ class HybridProposer(JointProposer):
 
 def likeliest(nodes: Sequence[Node], budget: int) -> tuple[Draft, list[Node]]:
     """The draft of the `budget` nodes with the highest scores, none of which is above its parent's; and these nodes."""
-    kept = sorted(range(len(nodes)), key=lambda i: -nodes[i].score)[:budget]
-    order = sorted(kept)  # parents still come first
+    order: Sequence[int] = range(len(nodes))
+    if len(nodes) > budget:
+        order = sorted(sorted(order, key=lambda i: -nodes[i].score)[:budget])  # parents still come first
     place = {-1: -1, **{old: new for new, old in enumerate(order)}}
     chosen = [nodes[i] for i in order]
     draft = Draft(
