@@ -54,6 +54,7 @@ class Engine:
         if rule is not None and rule not in RULES:
             raise InvalidInputError(f"There is no acceptance rule '{rule}'; known: {', '.join(RULES)}.")
         if drafter is not None:
+            drafter.fit(trees=backend.capabilities.trees and (rule is None or RULES[rule].trees))
             _refuse_misfits(drafter, backend, RULES[rule] if rule is not None else None)
         self.setup = Setup(
             backend=backend,

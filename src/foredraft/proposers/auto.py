@@ -53,7 +53,6 @@ class Auto(Joint):
 
     usage = "auto[:A+B]"
     trees = True
-    """Set to `False`, it drafts the likeliest path alone."""
     draft_tokens = 32
     when_nothing_is_accepted = "none of its parts fits this text"
 
@@ -86,6 +85,10 @@ class Auto(Joint):
     def proposer(self, law: Law, source: RandomSource) -> AutoProposer:
         """A proposer with one of each part."""
         return AutoProposer(self, {part.name: part.proposer(law, source) for part in self.parts})
+
+    def fit(self, *, trees: bool) -> None:
+        """Without trees it drafts the likeliest path alone."""
+        self.trees = trees
 
     def select(self, drafts: Sequence[Draft], context: int) -> list[Draft]:
         """The nodes that pay, of all sequences together."""

@@ -81,6 +81,9 @@ class Drafter(ABC):
         """
         return cls()
 
+    def fit(self, *, trees: bool) -> None:  # noqa: B027  (most draft what they draft)
+        """Told by the engine whether backend and rule take trees: for those who can draft either way."""
+
     def save(self, folder: Path) -> None:  # noqa: B027  (most have nothing to keep)
         """Keep in a folder what was learned, in files that are named after the drafter and are whole or not there.
 
