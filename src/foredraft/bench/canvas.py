@@ -18,6 +18,8 @@ _COLOURS = ("text", "muted", "line", "page", "plain", "best", "own", "peer", "wo
 _CODES = {name: f"#0001{number:02x}" for number, name in enumerate(_COLOURS)}
 MARKERS = ("o", "s", "D", "^", "v", "P")
 """Of the colours "1" to "6", so that no colour has to be told from another."""
+WIDE, NARROW = 920, 340
+"""Widths of the drawings for large and for small pages."""
 _LETTER = 0.56  # of the font's size: how wide a letter is, about
 
 
@@ -137,4 +139,69 @@ def scale(low: float, high: float, left: float, right: float) -> tuple[Callable[
 
     ticks = [float(tick) for tick in MaxNLocator(max(int((right - left) / 90), 2)).tick_values(low, high)]
     first, last = min(ticks[0], low), max(ticks[-1], high)
-    return lambda value: left + (right - left) * (value - first) / ((last - first) or 1.0), ticks
+    size = (right - left) / ((last - first) or 1.0)
+    return lambda value: left + size * (min(max(value, first), last) - first), ticks
+
+
+class Rows:
+    """Rows of `height` below `top`, with a name each: beside them where there is room, else above them."""
+
+    def __init__(self, names: Sequence[str], width: int, height: int, value_width: int, top: int = 26) -> None:
+        self.beside = width == WIDE
+        self._names = names
+        widest = max((len(name) for name in names), default=0)
+        self.left = min(26 + 7.3 * widest, 260) if self.beside else 18.0
+        self.right = float(width - value_width)
+        self.top, self.above, self.height = top, 0 if self.beside else 18, height
+        self.bottom = top + len(names) * (height + self.above)
+        self.canvas = Canvas(width, round(self.bottom + 30))
+
+    def y(self, index: int) -> float:
+        """The middle of what is drawn in a row."""
+        return self.top + index * (self.height + self.above) + self.above + self.height / 2
+
+    def axis(
+        self, low: float, high: float, form: Callable[[float], str], base: float | None = None
+    ) -> Callable[[float], float]:
+        """Draw the names, and the grid of an axis that has these values on it, with a line at `base`.
+
+        Returns:
+            Where a value is; one beyond the axis is at its end.
+        """
+        x, ticks = scale(low, high, self.left, self.right)
+        for tick in ticks:
+            self.canvas.line([x(tick), x(tick)], [self.top - 6, self.bottom], "line")
+            self.canvas.text(x(tick), self.bottom + 18, form(tick), size=12, colour="muted", align="center")
+        if base is not None:
+            self.canvas.line([x(base), x(base)], [self.top - 6, self.bottom], "muted", 1.5)
+        for index, name in enumerate(self._names):
+            if self.beside:
+                self.canvas.text(self.left - 16, self.y(index) + 4.5, fitted(name, self.left - 16), align="right")
+            else:
+                shown, y = fitted(name, self.right), self.y(index) - self.height / 2 - 3
+                self.canvas.box(0, y - 12, 7.3 * len(shown) + 4, 16, "page")  # no line runs through the name
+                self.canvas.text(0, y, shown)
+        return x
+
+
+class Legend:
+    """Names behind their markers, in as many lines as they need; `height` is what they take."""
+
+    def __init__(self, names: Sequence[str], width: int, markers: Sequence[tuple[str, str]] = ()) -> None:
+        self._markers = markers or [(marker, str(index + 1)) for index, marker in enumerate(MARKERS)]
+        self._places: list[tuple[float, float, str]] = []
+        x, y = 0.0, 12.0
+        for name in names:
+            shown = fitted(name, width - 24)
+            needed = 26 + 7.3 * len(shown)
+            if x and x + needed > width:
+                x, y = 0.0, y + 22
+            self._places.append((x, y, shown))
+            x += needed + 12
+        self.height = round(y + 12)
+
+    def draw(self, canvas: Canvas) -> None:
+        """Draw it at the top."""
+        for (x, y, name), (marker, colour) in zip(self._places, self._markers, strict=False):
+            canvas.mark(x + 6, y, colour.lstrip("-"), marker, 9, hollow=colour.startswith("-"))
+            canvas.text(x + 18, y + 4.5, name)

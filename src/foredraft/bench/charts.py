@@ -10,13 +10,11 @@ import numpy as np
 from markupsafe import Markup
 
 from foredraft.bench import forms
-from foredraft.bench.canvas import MARKERS, Canvas, fitted, scale
+from foredraft.bench.canvas import MARKERS, NARROW, WIDE, Canvas, Legend, Rows, fitted
 from foredraft.bench.figures import Interval, Position, Split
 
-WIDE, NARROW = 920, 340
 SERIES = len(MARKERS)
 """Most methods that a chart tells apart."""
-_TOP, _BOTTOM = 26, 30  # room for the axis
 _PARTS = {"prefill": "5", "draft": "2", "verify": "1", "accept": "3", "other": "plain"}
 
 
@@ -37,54 +35,14 @@ def _both(name: str, label: str, draw: Callable[[int], Canvas]) -> Markup:
     return Markup("".join(pictures))
 
 
-class _Rows:
-    """Rows of `height` with a name each: beside them where there is room, else above them."""
-
-    def __init__(self, names: Sequence[str], width: int, height: int, value_width: int, top: int = _TOP) -> None:
-        self.beside = width == WIDE
-        widest = max((len(name) for name in names), default=0)
-        self.left = min(20 + 7.3 * widest, 260) if self.beside else 18.0
-        self.right = float(width - value_width)
-        self.top, self.above, self.height = top, 0 if self.beside else 18, height
-        self.bottom = top + len(names) * (height + self.above)
-        self.canvas = Canvas(width, round(self.bottom + _BOTTOM))
-        for index, name in enumerate(names):
-            if self.beside:
-                shown = fitted(name, self.left - 16)
-                self.canvas.text(self.left - 16, self.y(index) + 4.5, shown, align="right")
-            else:
-                self.canvas.text(0, self.y(index) - height / 2 - 3, fitted(name, self.right))
-
-    def y(self, index: int) -> float:
-        """The middle of what is drawn in a row."""
-        return self.top + index * (self.height + self.above) + self.above + self.height / 2
-
-    def axis(self, low: float, high: float, form: Callable[[float], str]) -> Callable[[float], float]:
-        """Draw grid and ticks of an axis that has these values on it; return where a value is."""
-        return _axis(self.canvas, (self.left, self.right, self.top - 6, self.bottom), (low, high), form)
-
-
-def _axis(
-    canvas: Canvas, frame: tuple[float, float, float, float], values: tuple[float, float], form: Callable[[float], str]
-) -> Callable[[float], float]:
-    left, right, top, bottom = frame
-    x, ticks = scale(*values, left, right)
-    for tick in ticks:
-        canvas.line([x(tick), x(tick)], [top, bottom], "line")
-        canvas.text(x(tick), bottom + 18, form(tick), size=12, colour="muted", align="center")
-    return x
-
-
 def speedups(name: str, title: str, rows: Sequence[Row], base: str) -> Markup:
     """A dot with its interval for each method, and a line from 1, which is called `base`."""
     label = f"{title}: " + "; ".join(f"{row.name} {forms.interval(row.value)}" for row in rows)
 
     def draw(width: int) -> Canvas:
-        space = _Rows([row.name for row in rows], width, 30, 150 if width == WIDE else 60)
-        low = min(1.0, *(row.value.low for row in rows))
-        x = space.axis(low, max(1.05, *(row.value.high for row in rows)), lambda v: f"{v:g}×")
+        space = Rows([row.name for row in rows], width, 30, 150 if width == WIDE else 60)
+        x = space.axis(*_reach([row.value for row in rows]), lambda v: f"{v:g}×", base=1)
         canvas = space.canvas
-        canvas.line([x(1), x(1)], [space.top - 6, space.bottom], "muted", 1.5)
         canvas.text(x(1), 12, base, size=12, colour="muted", align="center" if x(1) > 60 else "left")
         for index, (_, value, kind) in enumerate(rows):
             y, left = space.y(index), min(x(1), x(value.value))
@@ -99,20 +57,26 @@ def speedups(name: str, title: str, rows: Sequence[Row], base: str) -> Markup:
     return _both(f"{name} speedups", label, draw)
 
 
+def _reach(values: Sequence[Interval]) -> tuple[float, float]:
+    """From where to where an axis of ratios goes: 1 and all values are on it, and of long intervals the most."""
+    low, high = (pick(1.0, *(value.value for value in values)) for pick in (min, max))
+    room = max((high - low) / 2, 0.05)
+    return max(low - room, min(value.low for value in values)), min(high + room, max(value.high for value in values))
+
+
 def by_category(name: str, methods: Mapping[str, Mapping[str, Interval]], categories: Sequence[str]) -> Markup:
     """For each category the speedup of each method (at most `SERIES` of them), each with its own marker and colour."""
-    best = {c: max((m for m in methods if c in methods[m]), key=lambda m: methods[m][c].value) for c in categories}
-    found = (f"{c}: {best[c]} {forms.times(methods[best[c]][c].value)}" for c in categories)
-    label = "Speedup over plain decoding by category; the fastest in each: " + "; ".join(found)
+    found = {c: {m: each[c].value for m, each in methods.items() if c in each} for c in categories}
+    best = {c: max(each, key=each.__getitem__) for c, each in found.items() if each}
+    texts = (f"{c}: {method} {forms.times(found[c][method])}" for c, method in best.items())
+    label = "Speedup over plain decoding by category; the fastest in each: " + "; ".join(texts)
     values = [value for each in methods.values() for value in each.values()]
 
     def draw(width: int) -> Canvas:
-        legend = _Legend(list(methods), width)
-        space = _Rows(categories, width, 13 * len(methods) + 18, 20, legend.height + 10)
+        legend = Legend(list(methods), width)
+        space = Rows(categories, width, 13 * len(methods) + 18, 20, legend.height + 10)
         legend.draw(space.canvas)
-        low, high = min(1.0, *(v.low for v in values)), max(1.05, *(v.high for v in values))
-        x = space.axis(low, high, lambda v: f"{v:g}×")
-        space.canvas.line([x(1), x(1)], [space.top - 6, space.bottom], "muted", 1.5)
+        x = space.axis(*_reach(values), lambda v: f"{v:g}×", base=1)
         for row, category in enumerate(categories):
             if row:
                 edge = space.top + row * (space.height + space.above)
@@ -128,29 +92,6 @@ def by_category(name: str, methods: Mapping[str, Mapping[str, Interval]], catego
     return _both(f"{name} by_category", label, draw)
 
 
-class _Legend:
-    """Names behind their markers, in as many lines as they need; `height` is what they take."""
-
-    def __init__(self, names: Sequence[str], width: int, markers: Sequence[tuple[str, str]] = ()) -> None:
-        self._markers = markers or [(marker, str(index + 1)) for index, marker in enumerate(MARKERS)]
-        self._places: list[tuple[float, float, str]] = []
-        x, y = 0.0, 12.0
-        for name in names:
-            shown = fitted(name, width - 24)
-            needed = 26 + 7.3 * len(shown)
-            if x and x + needed > width:
-                x, y = 0.0, y + 22
-            self._places.append((x, y, shown))
-            x += needed + 12
-        self.height = round(y + 12)
-
-    def draw(self, canvas: Canvas) -> None:
-        """Draw it at the top."""
-        for (x, y, name), (marker, colour) in zip(self._places, self._markers, strict=False):
-            canvas.mark(x + 6, y, colour.lstrip("-"), marker, 9, hollow=colour.startswith("-"))
-            canvas.text(x + 18, y + 4.5, name)
-
-
 def acceptance(name: str, methods: Mapping[str, Sequence[Position]]) -> Markup:
     """A line for each method: the share of drafted tokens that was accepted at each depth."""
     first = "; ".join(f"{method} {forms.percent(found[0].rate)} at the first" for method, found in methods.items())
@@ -158,7 +99,7 @@ def acceptance(name: str, methods: Mapping[str, Sequence[Position]]) -> Markup:
     deepest = max(len(found) for found in methods.values())
 
     def draw(width: int) -> Canvas:
-        legend = _Legend(list(methods), width)
+        legend = Legend(list(methods), width)
         left, right, top, height = 46.0, width - 14.0, legend.height + 16.0, 240.0 if width == WIDE else 200.0
         canvas = Canvas(width, round(top + height + 44))
         legend.draw(canvas)
@@ -226,7 +167,7 @@ def spreads(name: str, title: str, methods: Mapping[str, Sequence[float]]) -> Ma
     found = {m: [1e3 * float(t) for t in np.percentile(times, (5, 25, 50, 75, 95))] for m, times in methods.items()}
 
     def draw(width: int) -> Canvas:
-        space = _Rows(list(methods), width, 28, 80, 8)
+        space = Rows(list(methods), width, 28, 80, 8)
         x = space.axis(0, max(each[-1] for each in found.values()), lambda v: f"{v:,g} ms")
         canvas = space.canvas
         for index, (least, lower, middle, upper, most) in enumerate(found.values()):
@@ -250,8 +191,8 @@ def splits(name: str, methods: Mapping[str, tuple[Split, int]]) -> Markup:
     label = "Milliseconds of a token by what they were spent on: " + "; ".join(found)
 
     def draw(width: int) -> Canvas:
-        legend = _Legend(list(_PARTS), width, [("s", colour) for colour in _PARTS.values()])
-        space = _Rows(list(methods), width, 34, 80, legend.height + 10)
+        legend = Legend(list(_PARTS), width, [("s", colour) for colour in _PARTS.values()])
+        space = Rows(list(methods), width, 34, 80, legend.height + 10)
         canvas = space.canvas
         legend.draw(canvas)
         x = space.axis(0, max(sum(each) for each in per_token.values()), lambda v: f"{v:g} ms")
@@ -277,8 +218,8 @@ def predictions(name: str, methods: Mapping[str, tuple[float, float]]) -> Markup
 
     def draw(width: int) -> Canvas:
         keys = ["measured, with 10 % around it", "predicted"]
-        legend = _Legend(keys, width, [("o", "own"), ("D", "-2")])
-        space = _Rows(list(methods), width, 30, 80, legend.height + 10)
+        legend = Legend(keys, width, [("o", "own"), ("D", "-2")])
+        space = Rows(list(methods), width, 30, 80, legend.height + 10)
         canvas = space.canvas
         legend.draw(canvas)
         x = space.axis(min(1.0, 0.9 * min(values)), 1.1 * max(values), lambda v: f"{v:g}×")

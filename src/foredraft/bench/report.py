@@ -59,9 +59,8 @@ def _charts(run: Run) -> Iterator[tuple[str, Markup]]:
     if faster:
         shown = [charts.Row(row.cell.name, row.speedup, run.kind(row)) for row in rows if row.speedup is not None]
         yield "speedup", charts.speedups(run.key, "Speedup over plain decoding", shown, "plain decoding")
-    own = [row for row in faster if row.cell.engine == OWN][: charts.SERIES]
-    if own and run.categories:
-        yield "category", charts.by_category(run.key, _by_category(run, own), run.categories)
+    if kinds := _by_category(run, [row for row in faster if row.cell.engine == OWN][: charts.SERIES]):
+        yield "category", charts.by_category(run.key, kinds, run.categories)
     if drafting := [row for row in (*faster, *rows) if row.by_position]:
         found = {row.cell.name: _often(row.by_position) for row in drafting}
         yield "position", charts.acceptance(run.key, dict(list(found.items())[: charts.SERIES]))
@@ -76,9 +75,10 @@ def _charts(run: Run) -> Iterator[tuple[str, Markup]]:
 
 
 def _by_category(run: Run, rows: Sequence[CellFigures]) -> dict[str, dict[str, Interval]]:
-    """Speedups by method and category."""
+    """Speedups by method and category, of those that have any."""
     found = {row.cell.name: {c: run.speedup(row.cell, c) for c in run.categories} for row in rows}
-    return {name: {c: value for c, value in each.items() if value is not None} for name, each in found.items()}
+    known = {name: {c: value for c, value in each.items() if value is not None} for name, each in found.items()}
+    return {name: each for name, each in known.items() if each}
 
 
 def _waiting(run: Run) -> Iterator[tuple[str, Markup]]:

@@ -44,8 +44,9 @@ class Headline:
 def headline(results: Results) -> Headline:
     """The sentences about one run."""
     everything = [figures for figures in results.figures if not figures.category]
-    own = [f for f in everything if f.cell.engine == OWN and f.speedup is not None]
-    best = max(own, key=lambda f: f.speedup.value if f.speedup else 0.0, default=None)
+    own = [(f.speedup, f) for f in everything if f.cell.engine == OWN and f.speedup is not None]
+    sure = [each for each in own if each[0].low > 1]  # what may well be an accident is no headline
+    best = max(sure or own, key=lambda each: each[0].value, default=(None, None))[1]
     promised = [f for f in everything if promises_same_text(f.cell)]
     equal, different = sum(f.equal for f in promised), sum(f.different for f in promised)
     wanted = best.cell.temperature if best is not None else 0.0
@@ -54,7 +55,7 @@ def headline(results: Results) -> Headline:
     over = over_cell(results, best.cell if best is not None else Cell("none"), peer.cell) if peer is not None else None
     return Headline(
         title=_title(best, everything),
-        gain=_gain(best, len(own)),
+        gain=_gain(best, len(own), len(sure)),
         text=_text(equal, different),
         peer=_peer(best, peer, over),
         best=best,
@@ -78,20 +79,29 @@ def _title(best: CellFigures | None, everything: Sequence[CellFigures]) -> str:
     if best.speedup.value <= 1:
         closest = f"{best.cell.name} came closest, at {forms.times(best.speedup.value)}"
         return f"Nothing was faster than plain decoding here; {closest}"
-    return f"{best.cell.name} is {forms.times(best.speedup.value)} as fast as plain decoding"
+    best_is = f"{best.cell.name} is {forms.times(best.speedup.value)} as fast"
+    if best.speedup.low <= 1:
+        return f"No method is surely faster than plain decoding here; {best_is}, give or take"
+    return f"{best_is} as plain decoding"
 
 
-def _gain(best: CellFigures | None, methods: int) -> str:
+def _gain(best: CellFigures | None, methods: int, sure: int) -> str:
     if best is None or best.speedup is None:
         return "There is nothing to compare it with: plain decoding and one method more are needed for a speedup."
-    of = f"It is the fastest of {methods} methods" if methods > 1 else "It is the only method beside plain decoding"
+    if methods == 1:
+        of = "It is the only method beside plain decoding"
+    elif 0 < sure < methods:
+        of = (
+            f"It is the fastest of the {sure} methods, of {methods}, that surely gain"
+            if sure > 1
+            else (f"It is the only one of {methods} methods that surely gains")
+        )
+    else:
+        of = f"It is the fastest of {methods} methods"
     reach = (
-        f", and the 95\N{NO-BREAK SPACE}% interval of its speedup is {_span(best.speedup)}"
-        if _span(best.speedup)
-        else ""
+        f"; the 95\N{NO-BREAK SPACE}% interval of its speedup is {_span(best.speedup)}" if _span(best.speedup) else ""
     )
-    sure = "" if best.speedup.low > 1 else ", so it is not sure that it gains"
-    return f"{of}: {best.throughput:.1f} tokens per second{reach}{sure}."
+    return f"{of}: {best.throughput:.1f} tokens per second{reach}."
 
 
 def _text(equal: int, different: int) -> str:
