@@ -74,7 +74,7 @@ def test_what_is_read_back_is_what_was_measured(measured: Results, tmp_path: Pat
 
 
 def test_methods_take_turns(measured: Results) -> None:
-    orders = {}
+    orders: dict[tuple[int, str], list[str]] = {}
     for m in measured.measurements:
         orders.setdefault((m.repetition, m.item), []).append(m.cell)
     assert len({tuple(order) for order in orders.values()}) > 1
@@ -118,7 +118,7 @@ def test_forwards_and_tokens_agree_with_an_independent_count(
 ) -> None:
     """Counted by a backend around the target, and by the tokenizer's ids of the text."""
     seen: list[CountingBackend] = []
-    load = runner._OnceLoader.model  # noqa: SLF001
+    load = runner._OnceLoader.model
 
     def counted(self: Any, reference: str) -> Any:
         if not seen:
@@ -127,7 +127,7 @@ def test_forwards_and_tokens_agree_with_an_independent_count(
             self.found = seen[0], tokenizer, files
         return self.found
 
-    monkeypatch.setattr(runner._OnceLoader, "model", counted)  # noqa: SLF001
+    monkeypatch.setattr(runner._OnceLoader, "model", counted)
     counts: list[tuple[int, int]] = []
     answer = OwnMethod.answer
 
@@ -145,7 +145,7 @@ def test_forwards_and_tokens_agree_with_an_independent_count(
             assert turn.rounds is not None and turn.tokens == sum(turn.rounds.emitted) == len(turn.ids)
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The run is broken off."""
 
 
@@ -159,12 +159,12 @@ def test_a_run_that_was_broken_off_goes_on_and_measures_nothing_twice(plan: Plan
         def progress(step: Step) -> None:
             assert step.total == total
             if step.done == stop:
-                raise Stopped
+                raise StoppedError
 
         return progress
 
     for stop in stops:
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedError):
             run(plan, folder, cache=tmp_path, progress=until(stop))
         torn = (folder / ANSWERS).open("a")
         torn.write('{"cell": "suf')  # as a kill may leave it

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from foredraft import __version__
 from foredraft.checks import require
+from foredraft.cli_bench import bench
 from foredraft.cli_report import report
 from foredraft.errors import ForedraftError, InvalidInputError
 from foredraft.terminal import (
@@ -52,6 +53,7 @@ models_app = typer.Typer(
     help="List the bundled models, fetch one, or show what a model is.", invoke_without_command=True
 )
 app.add_typer(models_app, name="models")
+app.command()(bench)
 app.command()(report)
 
 # Arguments and options that several commands have.

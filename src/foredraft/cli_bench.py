@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,8 +49,8 @@ def bench(
             "transformers:assistant=REF, llama.cpp, llama.cpp:prompt-lookup:4, openvino, openvino:prompt-lookup."
         ),
     ] = "",
-    url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server to compare with, such as vLLM's.")] = None,
-    gguf: Annotated[str | None, typer.Option(help="A GGUF file of the model, for peers that read nothing else.")] = None,
+    url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server to compare with.")] = None,
+    gguf: Annotated[str | None, typer.Option(help="The model as GGUF, for peers that read nothing else.")] = None,
     repeat: Annotated[int, typer.Option(help="How often all is asked; drafters begin anew each time.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
     seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
@@ -60,7 +59,7 @@ def bench(
     ),
     backend: Annotated[str, typer.Option(help="auto, native (the fast one, on a CPU) or transformers.")] = "auto",
     weights: Annotated[str, typer.Option(help="For native: auto (as stored), f32, bf16 or q8.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="For native; the default is the number of physical cores.")] = None,
+    threads: Annotated[int | None, typer.Option(help="For native; the default is all physical cores.")] = None,
     kv: Annotated[str, typer.Option(help="For native: keys and values in f32 or bf16.")] = "f32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
     dtype: Annotated[str, typer.Option(help="For transformers: auto, float32, bfloat16 or float16.")] = "auto",
@@ -117,7 +116,7 @@ def _number(kind: Callable[[str], T], text: str, name: str) -> T:
 
 @contextmanager
 def _telling() -> Iterator[tuple[Notify, Callable[[Step], None]]]:
-    """What is going on and how long it will take, on standard error: a bar in a terminal, now and then a line elsewhere."""
+    """What is going on and how long it takes, on standard error: a bar in a terminal, elsewhere a line now and then."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield (lambda message: console.print(f"{message} …")), _lines(console)

@@ -157,6 +157,7 @@ class _Runner:
         self.notify, self.progress = notify, progress
         self._measured = list(begun.measurements)
         self._absent = dict(begun.absent)
+        self._provenance = dict(begun.provenance)
         self._curves = [begun.curve] if begun.curve is not None else []
         self._seconds: dict[str, list[float]] = defaultdict(list)  # of an item, by cell
         for m in self._measured:
@@ -193,7 +194,7 @@ class _Runner:
             except PeerError as error:
                 self.leave_out(engine, str(error))
                 continue
-            self.results.provenance[engine] = peer.conditions()
+            self._provenance[engine] = peer.conditions()
             methods.update(opened)
         return methods
 
@@ -237,20 +238,20 @@ class _Runner:
         lengths = [len(self._first_prompt(item)) for item in self.plan.workload.items]
         reach = max(lengths) + self.plan.max_tokens
         contexts = sorted({max(round(median(lengths)), _LEAST_CONTEXT), max(reach, 2 * _LEAST_CONTEXT)})
-        costs = calibrate(
-            self.own.target, rows=_CURVE_ROWS, contexts=contexts, batches=(1,), seconds=_CURVE_SECONDS
-        )
+        costs = calibrate(self.own.target, rows=_CURVE_ROWS, contexts=contexts, batches=(1,), seconds=_CURVE_SECONDS)
         self._curves.append(costs.curve)
         self._save()
 
     def _own_methods(self, repetition: int) -> dict[str, Method]:
-        """Of all foredraft's cells: new, or as they were when this repetition was broken off; and warm."""
+        """Of all foredraft's cells: new, or as they were when this repetition was broken off.
+
+        Others warm up in their place: what is compiled or loaded late is there then, and nothing was learned.
+        """
         methods: dict[str, Method] = {}
         for number, cell in enumerate(self.plan.cells):
             if cell.engine == OWN:
-                method = self.own.method(cell, self.folder / _MEMORY / f"{repetition}-{number}")
-                method.answer(self._warm_up(cell))
-                methods[cell.name] = method
+                self.own.method(cell).answer(self._warm_up(cell))
+                methods[cell.name] = self.own.method(cell, self.folder / _MEMORY / f"{repetition}-{number}")
         return methods
 
     def _warm_up(self, cell: Cell) -> Prompt:
@@ -306,7 +307,13 @@ class _Runner:
 
     def _save(self) -> None:
         curve = _middle(self._curves)
-        self.results = replace(self.results, measurements=tuple(self._measured), absent=self._absent, curve=curve)
+        self.results = replace(
+            self.results,
+            measurements=tuple(self._measured),
+            absent=self._absent,
+            provenance=self._provenance,
+            curve=curve,
+        )
         self.results.write_settings(self.folder)
 
 
