@@ -22,6 +22,7 @@ from rich.text import Text
 
 from foredraft import __version__
 from foredraft.checks import require
+from foredraft.cli_theory import theory
 from foredraft.errors import ForedraftError, InvalidInputError
 from foredraft.terminal import (
     SAME_TEXT,
@@ -412,6 +413,9 @@ def tune_skip(
     )
     if found.speedup < 1:
         typer.echo("Leaving out sublayers does not pay with this model: use another drafter, such as suffix.")
+
+
+app.command()(theory)
 
 
 @models_app.callback()
