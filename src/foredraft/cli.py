@@ -24,6 +24,7 @@ from foredraft import __version__
 from foredraft.checks import require
 from foredraft.cli_bench import bench
 from foredraft.cli_report import report
+from foredraft.cli_theory import theory
 from foredraft.errors import ForedraftError, InvalidInputError
 from foredraft.terminal import (
     SAME_TEXT,
@@ -416,6 +417,9 @@ def tune_skip(
     )
     if found.speedup < 1:
         typer.echo("Leaving out sublayers does not pay with this model: use another drafter, such as suffix.")
+
+
+app.command()(theory)
 
 
 @models_app.callback()
