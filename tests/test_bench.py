@@ -277,13 +277,21 @@ def test_cells_are_the_product_of_the_lists() -> None:
     assert [cell.name for cell in cells] == names
 
 
+def test_a_drafter_may_bring_its_number_of_tokens_and_auto_takes_none() -> None:
+    cells = cells_of(["suffix 2", "ngram", "auto"], draft_tokens=[4, 8])
+    assert [cell.name for cell in cells] == ["none", "suffix 2", "ngram 4", "ngram 8", "auto"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"drafters": ["sufix"]}, "Did you mean 'suffix'"),
         ({"drafters": ["ngram"], "rules": ["best"]}, "no acceptance rule 'best'"),
         ({"drafters": ["ngram"], "temperatures": [-1.0]}, "temperature"),
-        ({"drafters": ["ngram"], "draft_tokens": list(range(1, 300))}, "cells"),
+        ({"drafters": ["ngram", "suffix", "recycling", "lookahead"], "draft_tokens": list(range(1, 65))}, "cells"),
+        ({"drafters": ["ngram two"]}, "as in 'suffix 2'"),
+        ({"drafters": ["ngram 0"]}, "'none' is plain decoding"),
+        ({"drafters": ["ngram"], "draft_tokens": [65]}, "draft_tokens is 65"),
     ],
 )
 def test_wrong_lists_are_refused(wrong: dict[str, Any], message: str) -> None:
@@ -308,7 +316,7 @@ def test_the_command_measures_shows_and_writes(
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     assert bench(tiny_folder, tmp_path / "run", "--drafters", "suffix", "--categories", "chat,code") == 0
     shown = capsys.readouterr()
-    assert "suffix" in shown.out and re.search(r"\b(\d) of \1\b", shown.out) and "report.html" in shown.out
+    assert "suffix" in shown.out and re.search(r" (\d+)/\1 ", shown.out) and "report.html" in shown.out
     assert "4 of 4 answers" in shown.err
     for file in ("report.html", "report.md", "summary.json", "answers.jsonl", "settings.json"):
         assert (tmp_path / "run" / file).stat().st_size > 0

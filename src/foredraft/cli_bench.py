@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from foredraft.models import Notify
 
 T = TypeVar("T")
+_WIDE, _SPARED = 100, ("TPOT", "TTFT", "kept")  # columns of a terminal that has room for every figure, and these
 _EVERY = 20  # answers between two lines of progress where there is no terminal
 
 
@@ -33,7 +34,10 @@ def bench(
     limit: Annotated[int | None, typer.Option(help="Items, spread over the categories; the default is all.")] = None,
     categories: Annotated[str, typer.Option(help="Only these, with commas between.")] = "",
     drafters: Annotated[
-        str, typer.Option(help="With commas between; plain decoding (none) is always run.")
+        str,
+        typer.Option(
+            help="With commas between; one may bring its draft tokens, as in 'suffix 2'. Plain decoding is always run."
+        ),
     ] = "ngram,suffix,hybrid:suffix+recycling,auto",
     draft_tokens: Annotated[
         str, typer.Option(help="Most tokens of a draft, with commas between; the default suits each drafter.")
@@ -158,13 +162,14 @@ def _show(console: Console, results: Results) -> None:
     """A line for every cell, and the sentences of the report's head."""
     from foredraft.bench.sentences import headline
 
-    columns = ("method", "speedup", "95 %", "tokens/s", "TPOT", "TTFT", "per forward", "accepted", "same text")
+    rows = [_row(figures) for figures in results.figures if not figures.category]
+    columns = list(rows[0]) if console.width >= _WIDE else [name for name in rows[0] if name not in _SPARED]
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for figures in results.figures:
-        if not figures.category:
-            table.add_row(*_row(figures))
+    for column in table.columns:
+        column.no_wrap, column.justify = True, "right"
+    table.columns[0].justify = "left"
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
     console.print(table)
     head = headline(results)
     console.print(Text(f"\n{head.title}", style="bold"), soft_wrap=True)
@@ -174,17 +179,17 @@ def _show(console: Console, results: Results) -> None:
         console.print(f"Not run: {engine} ({why})", soft_wrap=True, markup=False)
 
 
-def _row(figures: CellFigures) -> list[str]:
+def _row(figures: CellFigures) -> dict[str, str]:
     speedup, tpot = figures.speedup, figures.tpot
     compared = figures.equal + figures.different
-    return [
-        figures.cell.name,
-        "1.00x" if speedup is None else f"{speedup.value:.2f}x",
-        "" if speedup is None else f"{speedup.low:.2f}–{speedup.high:.2f}",
-        f"{figures.throughput:.1f}",
-        "–" if tpot is None else f"{1e3 * tpot.median:.1f} ms",
-        f"{1e3 * figures.ttft.median:.0f} ms",
-        "–" if figures.mean_accepted_length is None else f"{figures.mean_accepted_length:.2f}",
-        "–" if figures.acceptance_rate is None else f"{figures.acceptance_rate:.0%}",
-        "" if not compared else f"{figures.equal} of {compared}",
-    ]
+    return {
+        "method": figures.cell.name,
+        "speedup": "1.00x" if speedup is None else f"{speedup.value:.2f}x",
+        "95 %": "" if speedup is None else f"{speedup.low:.2f}–{speedup.high:.2f}",
+        "tokens/s": f"{figures.throughput:.1f}",
+        "TPOT": "–" if tpot is None else f"{1e3 * tpot.median:.1f} ms",
+        "TTFT": f"{1e3 * figures.ttft.median:.0f} ms",
+        "a forward": "–" if figures.mean_accepted_length is None else f"{figures.mean_accepted_length:.2f}",
+        "kept": "–" if figures.acceptance_rate is None else f"{figures.acceptance_rate:.0%}",
+        "same": "" if not compared else f"{figures.equal}/{compared}",
+    }

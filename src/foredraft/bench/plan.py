@@ -13,6 +13,7 @@ from foredraft.bench.peers import PeerSpec
 from foredraft.bench.records import Cell
 from foredraft.bench.workloads import Workload
 from foredraft.checks import is_integer, is_number, require
+from foredraft.engine import MOST_DRAFT_TOKENS
 from foredraft.errors import InvalidInputError
 from foredraft.loading import EngineChoice, parse_drafter
 
@@ -83,14 +84,14 @@ def cells_of(
 ) -> tuple[Cell, ...]:
     """Every drafter with every number of draft tokens, rule and temperature; and every peer at every temperature.
 
-    At temperature 0 all rules are one, so rules multiply the others only. Plain decoding is added where it is missing,
-    and has no draft tokens and no rule.
+    A drafter may bring its own number, as in `suffix 2`; `auto`, which decides by itself, takes none of the list. All
+    rules are one at temperature 0, so they multiply the others only. Plain decoding is added where it is missing, and
+    has no draft tokens and no rule.
 
     Raises:
         InvalidInputError: A name is unknown, a value outside its range, or there are more cells than anybody waits for.
     """
-    for drafter in drafters:
-        parse_drafter(drafter)
+    wanted = [_with_tokens(drafter, draft_tokens or (None,)) for drafter in drafters if drafter != "none"]
     for rule in rules:
         if rule not in RULES:
             raise InvalidInputError(f"There is no acceptance rule '{rule}'; known: {', '.join(RULES)}.")
@@ -100,12 +101,30 @@ def cells_of(
     found: dict[Cell, None] = {}
     for temperature in temperatures:
         found[Cell("none", temperature=temperature)] = None
-        drafting = [drafter for drafter in drafters if drafter != "none"]
-        chosen = rules if temperature and rules else ("",)
-        for drafter, tokens, rule in product(drafting, draft_tokens or (None,), chosen):
-            found[Cell(drafter, tokens, rule, temperature)] = None
+        for (drafter, numbers), rule in product(wanted, rules if temperature and rules else ("",)):
+            for tokens in numbers:
+                found[Cell(drafter, tokens, rule, temperature)] = None
         for peer in peers:
             found[peer.cell(temperature)] = None
     if len(found) > _MOST_CELLS:
         raise InvalidInputError(f"These lists make {len(found)} cells, and {_MOST_CELLS} is the most: shorten them.")
     return tuple(found)
+
+
+def _with_tokens(drafter: str, usual: Sequence[int | None]) -> tuple[str, Sequence[int | None]]:
+    """A drafter's name, and the numbers of draft tokens to try it with."""
+    name, _, own = drafter.partition(" ")
+    parse_drafter(name)
+    if own:
+        try:
+            usual = (int(own),)
+        except ValueError:
+            raise InvalidInputError(
+                f"'{drafter}' must be a drafter and a number of tokens, as in 'suffix 2'."
+            ) from None
+    elif name.partition(":")[0] == "auto":
+        usual = (None,)
+    for tokens in usual:
+        good = tokens is None or 1 <= tokens <= MOST_DRAFT_TOKENS
+        require("draft_tokens", tokens, good, f"an integer in [1, {MOST_DRAFT_TOKENS}] ('none' is plain decoding)")
+    return name, usual
