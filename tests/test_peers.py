@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -250,10 +250,32 @@ def test_sampling_follows_its_seed_and_temperature(name: str, cases: dict[str, C
     assert answer(2.0, 1) == answer(2.0, 1) != answer(2.0, 2)
 
 
-@pytest.mark.parametrize("name", ["llama.cpp"])
-def test_a_prompt_without_room_is_told(name: str, cases: dict[str, Case], in_process: Any) -> None:
+def test_llama_cpp_reads_every_prompt_anew(
+    cases: dict[str, Case], in_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = cases["llama.cpp"]
+    peer = in_process("llama.cpp", case.options)
+    from llama_cpp import Llama
+
+    read: list[int] = []  # an independent count of forwards, with the tokens in each
+    evaluate = Llama.eval
+
+    def counted(llama: Any, tokens: Sequence[int]) -> None:
+        read.append(len(tokens))
+        evaluate(llama, tokens)
+
+    monkeypatch.setattr(Llama, "eval", counted)
+    for drafter in ("none", "prompt-lookup"):
+        for _ in range(2):
+            read.clear()
+            turn = peer.answer(request(case.ids, drafter, draft_tokens=3 if drafter != "none" else None))
+            assert read[0] == len(case.ids) and len(read) == turn.target_forwards
+            assert sum(read[1:]) == turn.drafted + len(read) - 1
+
+
+def test_a_prompt_without_room_is_told(cases: dict[str, Case], in_process: Any) -> None:
     with pytest.raises(PeerError, match="context of 1000 or more"):
-        in_process(name, cases[name].options).answer(request((1,) * 900, max_tokens=100))
+        in_process("llama.cpp", cases["llama.cpp"].options).answer(request((1,) * 900, max_tokens=100))
 
 
 def test_an_assistant_model_drafts(cases: dict[str, Case], in_process: Any) -> None:
@@ -511,12 +533,14 @@ def test_a_url_is_asked_in_openai_form_and_timed(serve: Any) -> None:
     assert peer.conditions() == {server.url: "unknown server, model tiny"}
 
 
-def test_a_raw_text_goes_to_a_url_as_its_token_ids(serve: Any) -> None:
-    server = serve()
-    server.events = [{"choices": [{"text": "a", "finish_reason": "length"}]}, usage(1)]
-    assert ask(server, messages=(), ids=(5, 6)).text == "a"
-    path, body, _ = server.asked[0]
-    assert path == "/v1/completions" and body["prompt"] == [5, 6] and "messages" not in body
+def test_a_raw_text_goes_to_a_url_as_its_token_ids_where_they_are_taken(serve: Any, tokenizer: Any) -> None:
+    ids = tuple(tokenizer.encode("hello"))
+    for owner, prompt in (("llamacpp", list(ids)), ("somebody", "hello")):
+        server = serve(owner)
+        server.events = [{"choices": [{"text": "a", "finish_reason": "length"}]}, usage(1)]
+        assert ask(server, UrlPeer(PeerOptions(), tokenizer), messages=(), ids=ids).text == "a"
+        path, body, _ = server.asked[0]
+        assert path == "/v1/completions" and body["prompt"] == prompt and "messages" not in body
 
 
 def test_ids_from_the_text_where_a_server_tells_none(serve: Any, tokenizer: Any) -> None:

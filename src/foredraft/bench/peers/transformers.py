@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,13 +51,13 @@ class TransformersPeer(Peer):
         watch = Watch()
         with (
             _counted(arguments.get("assistant_model")) as draft_forwards,
-            _followed(self._target, watch, len(request.ids)),
+            _drafts(self._target, len(request.ids)) as drafts,
         ):
             self._target.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 generation_config=settings,
-                streamer=_Streamer(watch),
+                streamer=_Streamer(watch, drafts),
                 **arguments,
             )
         text = str(self._tokenizer.decode(watch.ids, skip_special_tokens=True))
@@ -110,15 +111,20 @@ def _neutral(**settings: Any) -> Any:
 
 
 class _Streamer:
-    """What `generate` hands its tokens to: first the prompt, then what each forward gave."""
+    """What `generate` hands its tokens to: first the prompt, then what each forward gave, in their order.
 
-    def __init__(self, watch: Watch) -> None:
+    On some devices that is after the next forward has begun, which may then have been for nothing.
+    """
+
+    def __init__(self, watch: Watch, drafts: deque[list[int]]) -> None:
         self._watch = watch
+        self._drafts = drafts
         self._prompt = True
 
     def put(self, value: Any) -> None:
         """Tokens `[n]` or `[1, n]`."""
         if not self._prompt:
+            self._watch.forward(self._drafts.popleft())
             self._watch.emit(value.flatten().tolist())
         self._prompt = False
 
@@ -127,19 +133,20 @@ class _Streamer:
 
 
 @contextmanager
-def _followed(target: Any, watch: Watch, prompt: int) -> Iterator[None]:
-    """Tells the watch of each forward, which scores the draft behind the prompt or behind the last token."""
+def _drafts(target: Any, prompt: int) -> Iterator[deque[list[int]]]:
+    """The draft that each forward scores, behind the prompt or behind the last token: those not taken out yet."""
+    drafts: deque[list[int]] = deque()
     known = prompt
 
     def before(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         nonlocal known
         rows = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
-        watch.forward(rows[0, known:].tolist())
+        drafts.append(rows[0, known:].tolist())
         known = 1
 
     handle = target.register_forward_pre_hook(before, with_kwargs=True)
     try:
-        yield
+        yield drafts
     finally:
         handle.remove()
 

@@ -78,7 +78,8 @@ class UrlPeer(Peer):
 
     Token ids are exact where the server tells them (vLLM, foredraft). Else the text is tokenised anew, by `tokenizer`,
     the target's; then the number of tokens is still the server's, if it tells it: what is missing is `UNKNOWN`. The
-    acceptance is what its `/metrics` counted meanwhile, so nobody else may use it.
+    acceptance is what its `/metrics` counted meanwhile, so nobody else may use it. A server that keeps prompts from
+    before reads them faster when they come again: vLLM and llama.cpp's are told not to, others are to be started so.
     """
 
     name = "url"
@@ -138,7 +139,10 @@ class UrlPeer(Peer):
         return self._known[url]
 
     def _body(self, known: _Known, request: PeerRequest) -> tuple[str, dict[str, Any]]:
-        """Path and body of a request: chat messages if there are any, else the token ids as a text to go on with."""
+        """Path and body of a request: chat messages if there are any, else a text to go on with.
+
+        That is the token ids themselves if the server is known to take them, or the text cannot be had from them.
+        """
         body = {
             "model": known.model,
             "max_tokens": request.max_tokens,
@@ -154,7 +158,10 @@ class UrlPeer(Peer):
         if request.messages:
             messages = [dict(message) for message in request.messages]
             return f"{known.server.base}/chat/completions", body | {"messages": messages}
-        return f"{known.server.base}/completions", body | {"prompt": list(request.ids)}
+        prompt: Any = list(request.ids)
+        if self._tokenizer is not None and not known.kind:
+            prompt = self._tokenizer.decode(prompt, skip_special_tokens=True)  # it adds those that begin a text
+        return f"{known.server.base}/completions", body | {"prompt": prompt}
 
     def _ids(self, received: _Received) -> tuple[int, ...]:
         """Ids of an answer, as many as it had tokens; the one that ended it has no text."""
