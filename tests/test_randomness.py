@@ -265,6 +265,17 @@ def test_keyed_noise_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("zeros", [0.0, 0.5, 0.999])
+def test_a_draw_is_the_largest_weight_over_noise(zeros: float) -> None:
+    generator = seeded(4)
+    for position in range(200):
+        weights = torch.rand(1500, dtype=torch.float64, generator=generator) ** 8
+        weights[torch.rand(1500, generator=generator) < zeros] = 0
+        weights[position] = 1e-6
+        noise = randomness.exponential(7, position, torch.arange(1500))
+        assert KeyedSource(7, position).draw(weights) == int((weights / noise).argmax())
+
+
 # The same on a GPU
 
 

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from foredraft.backends.transformers import TransformersBackend
+from foredraft.compiled import entry
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, ModelError
 from foredraft.proposers.base import Proposer
 from foredraft.proposers.suffix import Suffix, SuffixSettings
-from foredraft.proposers.suffix_kernels import Limits, entry
+from foredraft.proposers.suffix_kernels import Limits
 from foredraft.proposers.suffix_tree import SuffixTree
 from foredraft.randomness import TorchSource
 from foredraft.sampling import SamplingLaw

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,6 +85,10 @@ class KeyedSource:
 
     def draw(self, weights: Tensor, depth: int = 0) -> int:
         """See `RandomSource`. Noise is made for the tokens of positive weight only."""
+        if weights.device.type == "cpu":
+            from foredraft.randomness_kernels import largest  # numba takes a while, and not all need it
+
+            return int(largest(weights.double().numpy(), np.uint64(_key(self._seed, self._position + depth))))
         alive = weights.nonzero()[:, 0]
         if len(alive) == 1:
             return int(alive)
@@ -109,10 +114,14 @@ def exponential(seed: int, position: int, tokens: Tensor) -> Tensor:
     The bits are SplitMix64's finaliser (Steele, Lea and Flood 2014) applied to seed, then position, then token id; the
     uniform number is `(bits >> 11 + 1/2) / 2**53`, the noise `-log(uniform)`.
     """
-    key = _mix_number(_mix_number(seed) + position)
-    bits = _mix(tokens * _signed(_STEP) + _signed(key))
+    bits = _mix(tokens * _signed(_STEP) + _signed(_key(seed, position)))
     uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53
     return -uniform.log()
+
+
+def _key(seed: int, position: int) -> int:
+    """The 64 bits that make the noise of one position."""
+    return _mix_number(_mix_number(seed) + position)
 
 
 def _mix_number(x: int) -> int:

@@ -29,6 +29,9 @@ _WORKLOAD_MEMORY, _REQUEST_MEMORY = 200.0, 45.0  # nodes, for each proposer, sco
 _LEAST_ASKED = 3  # nodes that are asked for, to see what more would have been right
 _TRIED = 1  # tokens that a costly part is asked for while it does not pay
 _DEEPEST = 16  # tokens of a costly part's draft
+# After a draft of which nothing was worth verifying, so many rounds are plain without asking, unless to ask takes no
+# more than this share of a plain step. What is copied is mostly longer than that; where nothing is, it costs the less.
+_LONGEST_REST, _LITTLE = 1, 0.02
 
 
 class Auto(Joint):
@@ -130,12 +133,16 @@ class AutoProposer(JointProposer):
         self._length = 0  # of the text
         self._open: list[_Open] = []
         self._kept = 2.0  # nodes of recent rounds, at most
+        self._resting = 0  # rounds for which nobody is asked
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The merged drafts of the parts whose turn it is, with calibrated path probabilities as scores."""
         started = self._auto.clock()
-        self._read(tokens)
         self._asked, self._asking, self._length = [], 0.0, len(tokens)
+        if self._resting > 0:
+            self._resting -= 1
+            return Draft()
+        self._read(tokens)
         if budget < 1:
             return Draft()
         controller, context = self._auto.controller, len(tokens)
@@ -178,6 +185,9 @@ class AutoProposer(JointProposer):
         rate = controller.rate(self._length)
         for name, gain in gained.items():
             self._turns[name].note_worth(gain, rate)
+        if self._asked and not len(draft):
+            cost = self._auto.deciding + sum(self._auto.arms[name].seconds for name in self._asked)
+            self._resting = min(round(cost / (_LITTLE * plain)), _LONGEST_REST)
         self._kept = max(float(len(draft)), 0.9 * self._kept)
         promised = sum(draft.scores)
         controller.learn(len(verdict.tokens), promised, len(verdict.path), len(draft) + 1, verification.accept_seconds)

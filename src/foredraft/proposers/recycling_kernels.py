@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.proposers.suffix_kernels import _compiled, entry
+from foredraft.compiled import entry, inner
 
 Floats = NDArray[np.float32]
 
@@ -18,7 +18,7 @@ _BLOCK = 256  # logits that are compared at once with the least of the likeliest
 _SAMPLED = 4  # one block of so many stands for all when probabilities are added up
 
 
-@_compiled
+@inner
 def _exp(x: np.float32) -> np.float32:
     """Of x <= 0, to 3 %, which is enough to rank by: the bits of a float are nearly linear in its logarithm.
 
@@ -28,7 +28,7 @@ def _exp(x: np.float32) -> np.float32:
     return bits.view(np.float32)  # type: ignore[no-any-return]
 
 
-@_compiled
+@inner
 def _higher(block: Floats, least: np.float32) -> int:
     count = 0
     for i in range(len(block)):
@@ -36,7 +36,7 @@ def _higher(block: Floats, least: np.float32) -> int:
     return count
 
 
-@_compiled
+@inner
 def _mass(block: Floats, highest: np.float32) -> Any:
     total = np.float32(0)
     for i in range(len(block)):

@@ -9,17 +9,15 @@ assignments of whole rows are written out, because numba takes seconds to compil
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from foredraft.compiled import entry, inner
+
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 COLUMNS = 8
 PARENT, TOKEN, START, LENGTH, COUNT, CHILD, NEXT, PREVIOUS = range(COLUMNS)
@@ -55,34 +53,10 @@ class Limits(NamedTuple):
     chain: bool
 
 
-def _compiled(function: _Function) -> _Function:
-    """Compiled for other compiled code alone: without the wrappers for Python, whose compilation takes long."""
-    njit: Any = importlib.import_module("numba").njit  # numba has no type hints
-    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)  # type: ignore[no-any-return]
-
-
-def entry(function: _Function) -> _Function:
-    """Compiled, and kept on disk where that is possible; a read-only or full disk costs only the next start's time."""
-    njit: Any = importlib.import_module("numba").njit
-    try:
-        kernel = njit(cache=True)(function)
-    except RuntimeError:  # there is no folder to keep it in
-        return njit(function)  # type: ignore[no-any-return]
-
-    @functools.wraps(function)
-    def run(*arguments: Any) -> Any:
-        try:
-            return kernel(*arguments)
-        except OSError:  # compiled, but not kept: it has not run yet
-            return kernel(*arguments)
-
-    return run  # type: ignore[return-value]
-
-
 # The hash table: linear probing, at most half full. Slots hold rows; a row says itself what its key is.
 
 
-@_compiled
+@inner
 def _home(parent: int, token: int, size: int) -> int:
     key = np.int64(parent) * np.int64(-7046029254386353131) + np.int64(token) * np.int64(-4417276706812531889)
     key ^= key >> 29
@@ -90,7 +64,7 @@ def _home(parent: int, token: int, size: int) -> int:
     return int((((key >> 32) & 0xFFFFFFFF) * size) >> 32)
 
 
-@_compiled
+@inner
 def _find(tree: Arrays, parent: int, token: int) -> int:
     size = len(tree.table)
     slot = _home(parent, token, size)
@@ -101,7 +75,7 @@ def _find(tree: Arrays, parent: int, token: int) -> int:
         slot = slot + 1 if slot + 1 < size else 0
 
 
-@_compiled
+@inner
 def _slot_of(tree: Arrays, key_of: int, content: int) -> int:
     """The slot on the way of `key_of`'s key that holds `content`."""
     size = len(tree.table)
@@ -111,12 +85,12 @@ def _slot_of(tree: Arrays, key_of: int, content: int) -> int:
     return slot
 
 
-@_compiled
+@inner
 def _enter(tree: Arrays, node: int) -> None:
     tree.table[_slot_of(tree, node, 0)] = node
 
 
-@_compiled
+@inner
 def _leave(tree: Arrays, node: int) -> None:
     """Empty the node's slot and move up what had been pushed behind it."""
     size = len(tree.table)
@@ -145,7 +119,7 @@ def rehash(tree: Arrays) -> None:
 # Nodes and their siblings.
 
 
-@_compiled
+@inner
 def _new_node(tree: Arrays, parent: int, token: int, start: int, length: int, count: int) -> int:
     node = int(tree.header[FREE])
     if node:
@@ -160,7 +134,7 @@ def _new_node(tree: Arrays, parent: int, token: int, start: int, length: int, co
     return node
 
 
-@_compiled
+@inner
 def _free(tree: Arrays, node: int) -> None:
     tree.nodes[node, PARENT] = NOBODY
     tree.nodes[node, NEXT] = tree.header[FREE]
@@ -168,7 +142,7 @@ def _free(tree: Arrays, node: int) -> None:
     tree.header[USED] -= 1
 
 
-@_compiled
+@inner
 def _link(tree: Arrays, node: int) -> None:
     """Make it its parent's first child."""
     nodes = tree.nodes
@@ -180,7 +154,7 @@ def _link(tree: Arrays, node: int) -> None:
     nodes[parent, CHILD] = node
 
 
-@_compiled
+@inner
 def _unlink(tree: Arrays, node: int) -> None:
     nodes = tree.nodes
     before, following = nodes[node, PREVIOUS], nodes[node, NEXT]
@@ -192,7 +166,7 @@ def _unlink(tree: Arrays, node: int) -> None:
         nodes[following, PREVIOUS] = before
 
 
-@_compiled
+@inner
 def _replace(tree: Arrays, old: int, new: int) -> None:
     """Put `new`, which has the key of `old`, into its place in the table and among its siblings."""
     nodes = tree.nodes
@@ -207,7 +181,7 @@ def _replace(tree: Arrays, old: int, new: int) -> None:
         nodes[following, PREVIOUS] = new
 
 
-@_compiled
+@inner
 def _split(tree: Arrays, node: int, offset: int, end: int) -> int:
     """A new node above `node`, at `offset` of its edge, for a live suffix that ends there and at `end` of the text.
 
@@ -236,7 +210,7 @@ def _split(tree: Arrays, node: int, offset: int, end: int) -> int:
 # Reading: every live suffix takes one more token.
 
 
-@_compiled
+@inner
 def _step(tree: Arrays, slot: int, at: int) -> None:
     """A live suffix reads the token at `at` of the text, where it is not the only one."""
     nodes, text, suffix = tree.nodes, tree.text, tree.live[slot]
@@ -265,7 +239,7 @@ def _step(tree: Arrays, slot: int, at: int) -> None:
     suffix[NODE], suffix[OFFSET], suffix[GROWS] = leaf, 1, 1
 
 
-@_compiled
+@inner
 def _extend(tree: Arrays, tokens: Ints) -> None:
     """Read tokens at the end of the open sequence. There must be room: two rows for each token and live suffix."""
     nodes, live = tree.nodes, tree.live
@@ -303,7 +277,7 @@ def close(tree: Arrays) -> None:
     tree.header[OPEN] = end
 
 
-@_compiled
+@inner
 def _forget(tree: Arrays, start: int, end: int) -> None:
     """Take one occurrence off all prefixes of a suffix; a node that is nothing of its own any more joins its child."""
     nodes = tree.nodes
@@ -341,7 +315,7 @@ def forget(tree: Arrays, start: int, end: int) -> None:
 # Matching and proposing.
 
 
-@_compiled
+@inner
 def _count(tree: Arrays, node: int, offset: int) -> int:
     """Occurrences that have more than `offset` tokens of the node's edge."""
     count = int(tree.nodes[node, COUNT])
@@ -352,7 +326,7 @@ def _count(tree: Arrays, node: int, offset: int) -> int:
     return count
 
 
-@_compiled
+@inner
 def _locate(tree: Arrays, tokens: Ints) -> tuple[int, int]:
     """The node whose edge `tokens` end in and how many of the edge's tokens they have; (-1, 0) if they do not occur."""
     nodes = tree.nodes
@@ -376,7 +350,7 @@ def count(tree: Arrays, tokens: Ints) -> int:
     return 0 if node == NOBODY else _count(tree, node, offset - 1)
 
 
-@_compiled
+@inner
 def _insert(drafted: Ints, scores: Floats, size: int, score: float) -> tuple[int, int]:
     """Make room for a place behind all that are at least as likely; a full list loses its last, or takes none.
 
@@ -396,7 +370,7 @@ def _insert(drafted: Ints, scores: Floats, size: int, score: float) -> tuple[int
     return row, size + 1
 
 
-@_compiled
+@inner
 def _expand(tree: Arrays, drafted: Ints, scores: Floats, at: int, size: int, limits: Limits) -> int:
     """Insert what follows the place in row `at` in the tree. Returns the list's new size."""
     nodes = tree.nodes
@@ -421,7 +395,7 @@ def _expand(tree: Arrays, drafted: Ints, scores: Floats, at: int, size: int, lim
     return size
 
 
-@_compiled
+@inner
 def _sum_of_children(tree: Arrays, node: int) -> int:
     total = 0
     child = tree.nodes[node, CHILD]
@@ -431,7 +405,7 @@ def _sum_of_children(tree: Arrays, node: int) -> int:
     return total
 
 
-@_compiled
+@inner
 def _likeliest_child(tree: Arrays, node: int) -> int:
     best = child = tree.nodes[node, CHILD]
     while child:
@@ -441,7 +415,7 @@ def _likeliest_child(tree: Arrays, node: int) -> int:
     return int(best)
 
 
-@_compiled
+@inner
 def _grow(tree: Arrays, place: tuple[int, int, int], budget: int, limits: Limits) -> tuple[Ints, Floats, float]:
     """The likeliest continuations of a place (node, offset, depth), likeliest first, below the place itself.
 
@@ -463,7 +437,7 @@ def _grow(tree: Arrays, place: tuple[int, int, int], budget: int, limits: Limits
     return drafted[:size], scores[:size], total
 
 
-@_compiled
+@inner
 def _propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, float]:
     matches = np.empty((len(tail), 2), dtype=np.int32)
     matched = 0

@@ -1,0 +1,34 @@
+"""How Python functions over arrays are compiled, by numba, which is imported only where something is."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def inner(function: _Function) -> _Function:
+    """Compiled for other compiled code alone: without the wrappers for Python, whose compilation takes long."""
+    njit: Any = importlib.import_module("numba").njit  # numba has no type hints
+    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)  # type: ignore[no-any-return]
+
+
+def entry(function: _Function) -> _Function:
+    """Compiled, and kept on disk where that is possible; a read-only or full disk costs only the next start's time."""
+    njit: Any = importlib.import_module("numba").njit
+    try:
+        kernel = njit(cache=True)(function)
+    except RuntimeError:  # there is no folder to keep it in
+        return njit(function)  # type: ignore[no-any-return]
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        try:
+            return kernel(*arguments)
+        except OSError:  # compiled, but not kept: it has not run yet
+            return kernel(*arguments)
+
+    return run  # type: ignore[return-value]
