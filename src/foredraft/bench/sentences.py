@@ -79,25 +79,22 @@ def _title(best: CellFigures | None, everything: Sequence[CellFigures]) -> str:
     if best.speedup.value <= 1:
         closest = f"{best.cell.name} came closest, at {forms.times(best.speedup.value)}"
         return f"Nothing was faster than plain decoding here; {closest}"
-    best_is = f"{best.cell.name} is {forms.times(best.speedup.value)} as fast"
     if best.speedup.low <= 1:
-        return f"No method is surely faster than plain decoding here; {best_is}, give or take"
-    return f"{best_is} as plain decoding"
+        leads = f"{best.cell.name} leads with {forms.times(best.speedup.value)}"
+        return f"No method is surely faster than plain decoding here; {leads}"
+    return f"{best.cell.name} is {forms.times(best.speedup.value)} as fast as plain decoding"
 
 
 def _gain(best: CellFigures | None, methods: int, sure: int) -> str:
     if best is None or best.speedup is None:
         return "There is nothing to compare it with: plain decoding and one method more are needed for a speedup."
+    of = f"It is the fastest of {methods} methods"
     if methods == 1:
         of = "It is the only method beside plain decoding"
-    elif 0 < sure < methods:
-        of = (
-            f"It is the fastest of the {sure} methods, of {methods}, that surely gain"
-            if sure > 1
-            else (f"It is the only one of {methods} methods that surely gains")
-        )
-    else:
-        of = f"It is the fastest of {methods} methods"
+    elif sure == 1:
+        of = f"It is the only one of {methods} methods that surely gains"
+    elif 1 < sure < methods:
+        of = f"It is the fastest of the {sure} methods, of {methods}, that surely gain"
     reach = (
         f"; the 95\N{NO-BREAK SPACE}% interval of its speedup is {_span(best.speedup)}" if _span(best.speedup) else ""
     )
