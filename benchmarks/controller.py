@@ -41,7 +41,7 @@ DREAMS = (
 class Clocked(Auto):
     """Counts the seconds of deciding: all of `auto` but what its parts take."""
 
-    deciding = 0.0
+    decided_seconds = 0.0
 
     def proposer(self, law: Law, source: RandomSource) -> AutoProposer:
         return _Clocked(self, {part.name: part.proposer(law, source) for part in self.parts})
@@ -49,7 +49,7 @@ class Clocked(Auto):
     def select(self, drafts: Sequence[Draft], context: int) -> list[Draft]:
         started = perf_counter()
         selected = super().select(drafts, context)
-        self.deciding += perf_counter() - started
+        self.decided_seconds += perf_counter() - started
         return selected
 
     @property
@@ -66,13 +66,13 @@ class _Clocked(AutoProposer):
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         started, parts = perf_counter(), self._clocked.parts_seconds
         draft = super().propose(tokens, budget)
-        self._clocked.deciding += perf_counter() - started - (self._clocked.parts_seconds - parts)
+        self._clocked.decided_seconds += perf_counter() - started - (self._clocked.parts_seconds - parts)
         return draft
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         started, parts = perf_counter(), self._clocked.parts_seconds
         super().observe(verification, verdict)
-        self._clocked.deciding += perf_counter() - started - (self._clocked.parts_seconds - parts)
+        self._clocked.decided_seconds += perf_counter() - started - (self._clocked.parts_seconds - parts)
 
 
 class Bench:
@@ -121,7 +121,7 @@ def measure(bench: Bench, questions: Sequence[Question], settings: Sequence[str]
         assert isinstance(auto, Clocked)
         if repetition > 0:
             times.append(found)
-            deciding.append(auto.deciding / auto.rounds / bench.costs.seconds(1))
+            deciding.append(auto.decided_seconds / auto.rounds / bench.costs.seconds(1))
     return {"times": times, "deciding": median(deciding)}
 
 

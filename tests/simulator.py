@@ -151,7 +151,7 @@ def play(
         costs.note(len(draft) + 1, CONTEXT, seconds(len(draft) + 1) * generator.lognormvariate(0, noise) * stall)
         verdict = judge(draft, tokens)
         tokens += verdict.tokens
-        proposer.observe(Verification(draft, torch.empty(0), torch.empty(0), tokens[-1]), verdict)
+        proposer.observe(Verification(draft, torch.empty(0), tokens[-1]), verdict)
         rounds.append(Round(len(verdict.tokens), drafting + seconds(len(draft) + 1), len(draft)))
     proposer.finish(tokens)
     return auto, rounds

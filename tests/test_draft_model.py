@@ -45,7 +45,7 @@ def tell(proposer: Proposer, draft: Draft, accepted: int) -> None:
     """Let the proposer observe that the beginning of its draft was accepted."""
     verdict = Verdict(tuple(range(accepted)), (*draft.tokens[:accepted], 0), rejected=accepted < len(draft))
     nothing = torch.empty(len(draft) + 1, VOCABULARY)
-    proposer.observe(Verification(draft, nothing, nothing, root=0), verdict)
+    proposer.observe(Verification(draft, nothing, root=0), verdict)
 
 
 def test_q_is_what_it_drew_from_and_tokens_are_what_it_drew(draft_backend: TransformersBackend) -> None:
@@ -181,7 +181,7 @@ def test_a_fed_token_that_comes_back_as_the_correction_is_scored_again(draft_bac
     draft = drafting.propose([5, 6, 7], 3)
     nothing = torch.empty(0)
     verdict = Verdict((), draft.tokens[:1], rejected=True)  # of another drafter's draft, say
-    drafting.observe(Verification(draft, nothing, nothing, root=7), verdict)
+    drafting.observe(Verification(draft, nothing, root=7), verdict)
     tokens = [5, 6, 7, draft.tokens[0]]
     found = drafting.propose(tokens, 3)
     assert torch.allclose(rows(found), expected_q(draft_backend.model, tokens, found, SAMPLED), atol=1e-4)

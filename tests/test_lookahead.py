@@ -41,7 +41,7 @@ def play(proposer: LookaheadProposer, tokens: Sequence[int], budget: int) -> tup
     while (node := _child(draft, path[-1] if path else -1, answer[-1])) is not None:
         path.append(node)
         answer.append((answer[-1] + 1) % VOCABULARY)
-    proposer.observe(Verification(draft, logits, logits, tokens[-1]), Verdict(tuple(path), tuple(answer), True))
+    proposer.observe(Verification(draft, logits, tokens[-1]), Verdict(tuple(path), tuple(answer), True))
     return draft, [*tokens, *answer]
 
 

@@ -12,7 +12,7 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import ModelError
 from foredraft.proposers.base import Verification
-from foredraft.proposers.recycling import WIDTH, Recycling, _shares, top
+from foredraft.proposers.recycling import WIDTH, Recycling, likeliest
 from foredraft.randomness import TorchSource
 from foredraft.sampling import SamplingLaw
 from foredraft.types import Draft, SamplingParams, Verdict
@@ -31,7 +31,7 @@ def logits_that_rank(*rows: Sequence[int]) -> torch.Tensor:
 def verified(table: Recycling, root: int, draft: Draft, logits: torch.Tensor, path: Sequence[int], last: int) -> None:
     proposer = table.proposer(SamplingLaw(SamplingParams()), TorchSource())
     tokens = (*(draft.tokens[node] for node in path), last)
-    proposer.observe(Verification(draft, logits, logits, root), Verdict(tuple(path), tokens, rejected=True))
+    proposer.observe(Verification(draft, logits, root), Verdict(tuple(path), tokens, rejected=True))
 
 
 def drafted(table: Recycling, root: int, budget: int) -> Draft:
@@ -119,15 +119,30 @@ def test_the_table_serves_later_requests(target: TransformersBackend) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [5, 64, 2048, 2049, 5000])
-def test_the_top_is_that_of_the_whole_vocabulary(vocabulary: int) -> None:
+def test_the_likeliest_are_those_of_the_whole_vocabulary(vocabulary: int) -> None:
     logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(0))
-    values, indices = top(logits, 8)
-    expected = logits.topk(min(8, vocabulary))
-    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
+    ids, _ = likeliest(logits, 8)
+    assert torch.equal(torch.from_numpy(ids).long(), logits.topk(min(8, vocabulary)).indices)
 
 
-def test_the_shares_of_the_top_are_nearly_its_probabilities() -> None:
+def test_of_equal_logits_the_first_come_first() -> None:
+    ids, shares = likeliest(torch.zeros(1, 1000), 4)
+    assert ids.tolist() == [[0, 1, 2, 3]]
+    assert shares[0] == pytest.approx([1e-3] * 4, rel=0.05)
+
+
+def test_half_precision_is_ranked_too() -> None:
+    logits = logits_that_rank([7, 9, 2])
+    assert likeliest(logits.to(torch.bfloat16), 3)[0].tolist() == [[7, 9, 2]]
+
+
+def test_their_probabilities_are_nearly_right() -> None:
     logits = 3 * torch.randn(50, 5000, generator=torch.Generator().manual_seed(0))
-    found = _shares(logits, *top(logits, 8))
-    exact = logits.softmax(-1).topk(8).values
-    assert (found / exact - 1).abs().mean() < 0.15 and (found / exact - 1).abs().max() < 0.5
+    _, found = likeliest(logits, 8)
+    off = torch.from_numpy(found) / logits.softmax(-1).topk(8).values - 1
+    assert off.abs().mean() < 0.15 and off.abs().max() < 0.5
+
+
+def test_a_single_likely_token_has_nearly_all_probability() -> None:
+    _, found = likeliest(logits_that_rank([3]), 2)
+    assert found[0, 0] == pytest.approx(1, abs=0.01) and found[0, 1] < 0.01

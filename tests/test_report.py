@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -316,6 +317,22 @@ def test_changes_are_ratios_of_the_second_run_over_the_first() -> None:
 )
 def test_only_clear_changes_are_called_so(interval: Interval | None, better: int, word: str) -> None:
     assert clear(interval, better) == word
+
+
+def test_long_lists_are_shortened_but_compared_whole() -> None:
+    items = [f"item-{i}" for i in range(100)]
+    others = [*items[:50], "another", *items[51:]]
+    first, second = page_of([results(settings={"items": each, "seed": None}) for each in (items, others)]).settings
+    assert (first.name, first.differs, second.name, second.differs) == ("items", True, "seed", False)
+    assert first.values[0] == first.values[1] and first.values[0].startswith("100: item-0, item-1,")
+    assert first.values[0].endswith("…, item-94, item-95, item-96, item-97, item-98, item-99")
+    assert second.values == ("–", "–")
+
+
+def test_cells_without_answers_wait_but_not_for_a_peer_that_is_absent() -> None:
+    cells = (PLAIN, SUFFIX, Cell("ngram"), Cell("none", engine="openvino"))
+    run = replace(results(cells=(PLAIN, SUFFIX)), cells=cells)
+    assert page_of([run]).runs[0].waiting == (Cell("ngram"),)
 
 
 # The command

@@ -426,7 +426,7 @@ def test_q_is_the_restricted_law_whatever_was_accepted(target: str, draft: str) 
         accepted = dice.randint(0, len(found))
         nothing = torch.empty(0)
         verdict = Verdict(tuple(range(accepted)), (*found.tokens[:accepted], 0), rejected=accepted < len(found))
-        drafting.observe(Verification(found, nothing, nothing, tokens[-1]), verdict)
+        drafting.observe(Verification(found, nothing, tokens[-1]), verdict)
         tokens += [*found.tokens[:accepted], dice.randrange(size)]
     assert drafts > 12
 

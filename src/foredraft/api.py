@@ -7,14 +7,12 @@ from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foredraft.acceptance import RULES
 from foredraft.backends.base import Backend
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError
 from foredraft.generation import Request
 from foredraft.loading import EngineChoice, Loader, check_memory, parse_drafter, stop_tokens
 from foredraft.models import ModelFiles, Notify
-from foredraft.proposers.auto import Auto
 from foredraft.proposers.base import Drafter
 from foredraft.types import Completion, Event, FinishEvent, SamplingParams
 
@@ -83,8 +81,6 @@ def load(
     else:
         target, files = loader.backend_of(model, tokenizer), None
     ready = loader.drafter(choice, target, tokenizer, files)
-    if isinstance(ready, Auto):  # it drafts whatever the others allow
-        ready.trees = target.capabilities.trees and (rule not in RULES or RULES[rule].trees)
     loaded = Model(target, tokenizer, ready, draft_tokens=draft_tokens, rule=rule, files=files, memory=memory)
     if memory is not None and ready is not None:
         notify(f"Reading what {ready.name} learned")

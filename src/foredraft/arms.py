@@ -10,7 +10,8 @@ from itertools import product
 from foredraft.estimates import UNSCORED
 
 _ASKS = 16.0  # over which a proposer's worth is a mean
-_TRIAL_SHARE, _COSTLY_SHARE = 0.004, 0.01  # of a plain step that re-trying a proposer may take; one that runs a model
+_TRIAL_SHARE, _COSTLY_SHARE = 0.006, 0.01  # of a plain step that re-trying a proposer may take; one that runs a model
+_FIRST_VALUES = 4
 _TRIALS_ALIKE = 8  # useless trials after which they come half as often
 _RAREST = 4  # times as seldom as their cost alone would have it
 _RUNS = (0, 2, 7)  # tokens in a row that a proposer had right, at most, for each context but the last
@@ -123,9 +124,13 @@ class Turn:
         if not missed:
             self._wait = 0  # if this was a trial, try again at once
 
-    def due(self, rate: float, plain_seconds: float) -> bool:
-        """Whether to ask now, at this running rate and length of a plain step."""
-        return self.worth >= rate * self.arm.seconds or self.trial(plain_seconds, self.arm.seconds)
+    def due(self, rate: float, plain_seconds: float, deciding: float) -> bool:
+        """Whether to ask now, at this running rate and length of a plain step.
+
+        `deciding` is what it takes to make use of a draft, in seconds; it is part of the price.
+        """
+        cost = self.arm.seconds + deciding
+        return self.worth >= rate * cost or self.trial(plain_seconds, cost)
 
     def count_round(self) -> None:
         """A round of this request begins."""
@@ -156,5 +161,10 @@ class Turn:
 
 
 def robust_mean(mean: float, value: float, count: int) -> float:
-    """The running mean with one more value; one that is far off, by an interruption, counts as three times the mean."""
-    return mean + (min(value, 3 * mean) - mean) / min(_ASKS, count) if mean > 0 else value
+    """The running mean with one more value; one that is far off, by an interruption, counts as three times the mean.
+
+    Of the first values it is the smallest: these may have waited for something to be compiled.
+    """
+    if count <= _FIRST_VALUES:
+        return min(mean, value) if mean > 0 else value
+    return mean + (min(value, 3 * mean) - mean) / min(_ASKS, count)

@@ -22,7 +22,9 @@ from rich.text import Text
 
 from foredraft import __version__
 from foredraft.checks import require
+from foredraft.cli_bench import bench
 from foredraft.cli_report import report
+from foredraft.cli_theory import theory
 from foredraft.errors import ForedraftError, InvalidInputError
 from foredraft.terminal import (
     SAME_TEXT,
@@ -52,6 +54,7 @@ models_app = typer.Typer(
     help="List the bundled models, fetch one, or show what a model is.", invoke_without_command=True
 )
 app.add_typer(models_app, name="models")
+app.command()(bench)
 app.command()(report)
 
 # Arguments and options that several commands have.
@@ -414,6 +417,9 @@ def tune_skip(
     )
     if found.speedup < 1:
         typer.echo("Leaving out sublayers does not pay with this model: use another drafter, such as suffix.")
+
+
+app.command()(theory)
 
 
 @models_app.callback()

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +29,7 @@ T = TypeVar("T")
 _LEVEL, _LEVEL_GUESSED, _OWN = 0.3, 1.0, 0.1
 _LEVEL_DRIFT, _OWN_DRIFT = 0.015, 0.003  # each round
 _NOISE = 0.1  # of one forward
+_TOGETHER = 16  # forwards that are taken in at once, at most
 _CLIP = 3.0  # standard deviations: a round that stalled counts as one that was somewhat slow
 _PER_CONTEXT = 1024.0  # tokens that the slope over contexts is for
 _SLOPE_KNOWN, _SLOPE_UNKNOWN = 0.05, 0.3
@@ -90,6 +92,7 @@ class CostCurve:
         self._covariance = np.zeros((len(rows) + 1, len(rows) + 1))
         self._covariance[:-1, :-1] = (_LEVEL_GUESSED if guessed else _LEVEL) ** 2 + _OWN**2 * np.exp(-apart)
         self._covariance[-1, -1] = (_SLOPE_KNOWN if len(contexts) > 1 else _SLOPE_UNKNOWN) ** 2
+        self._noted: list[tuple[int, int, float]] = []  # forwards to learn from: rows, context, seconds
         self._drift = np.zeros_like(self._covariance)
         self._drift[:-1, :-1] = _LEVEL_DRIFT**2 + _OWN_DRIFT**2 * np.eye(len(rows))
 
@@ -131,16 +134,33 @@ class CostCurve:
 
     def note(self, rows: int, context: int, seconds: float) -> None:
         """Learn from a forward that took so long. What cannot be a time is passed over."""
-        if not _SHORTEST <= seconds <= _LONGEST:
+        if _SHORTEST <= seconds <= _LONGEST:
+            self._noted.append((rows, context, seconds))
+            if len(self._noted) == _TOGETHER:
+                self._learn()
+
+    def _learn(self) -> None:
+        """Take in what was noted since the last time: forwards of as many rows together, which takes less time."""
+        if not self._noted:
             return
+        by_rows: dict[int, list[tuple[int, float]]] = {}
+        for rows, context, seconds in self._noted:
+            by_rows.setdefault(rows, []).append((context, seconds))
+        self._covariance += len(self._noted) * self._drift
+        self._noted.clear()
+        for rows, forwards in by_rows.items():
+            contexts, times = zip(*forwards, strict=True)
+            self._learn_from(rows, round(fmean(contexts)), median(times), len(forwards))
+
+    def _learn_from(self, rows: int, context: int, seconds: float, forwards: int) -> None:
         raw, away = self._raw(context), self._away(context)
         weights = self._weights(rows)
-        predicted = float(weights @ raw) if rows <= self._rows[-1] else self.seconds(rows, context)
+        predicted = float(weights @ raw) if rows <= self._rows[-1] else float(self._at(np.array([rows]), context)[0])
         sight = np.append(weights * raw / (weights @ raw), away / (1.0 + self._state[-1] * away))
-        self._covariance += self._drift
         toward = self._covariance @ sight
-        spread = float(sight @ toward) + _NOISE**2
-        most = _CLIP * math.sqrt(spread)
+        believed = float(sight @ toward)
+        most = _CLIP * math.sqrt(believed + _NOISE**2)
+        spread = believed + _NOISE**2 / forwards
         surprise = min(max(math.log(seconds / predicted), -most), most)
         self._state += toward * (surprise / spread)
         self._state[-1] = max(self._state[-1], 0.0)
@@ -148,6 +168,7 @@ class CostCurve:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, with what the rounds have taught; `from_json` takes it."""
+        self._learn()
         return {
             "sequences": self.sequences,
             "rows": list(self.rows),
@@ -167,6 +188,7 @@ class CostCurve:
         return _built(cls, found, ("rows", "contexts", "seconds", "sequences", "deviations", "slope"))
 
     def _at(self, rows: NDArray[Any], context: int | None) -> Floats:
+        self._learn()
         values = isotonic(self._raw(self.contexts[0] if context is None else context))
         found: Floats = np.interp(rows, self._rows, values)
         last = self._rows[-1]

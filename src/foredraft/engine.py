@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from statistics import fmean
+from collections.abc import Collection, Iterator, Sequence
 from time import perf_counter
 
 from foredraft.acceptance import RULES, Draws, Rule
@@ -17,7 +16,6 @@ from foredraft.text import TextTokenizer
 from foredraft.types import Draft, Event
 
 MOST_DRAFT_TOKENS = 64
-_SETTLING, _NOTED_OF_ALIKE = 64, 4  # forwards: later ones that are like the last are noted now and then
 
 
 class Engine:
@@ -56,6 +54,7 @@ class Engine:
         if rule is not None and rule not in RULES:
             raise InvalidInputError(f"There is no acceptance rule '{rule}'; known: {', '.join(RULES)}.")
         if drafter is not None:
+            drafter.fit(trees=backend.capabilities.trees and (rule is None or RULES[rule].trees))
             _refuse_misfits(drafter, backend, RULES[rule] if rule is not None else None)
         self.setup = Setup(
             backend=backend,
@@ -66,8 +65,6 @@ class Engine:
             rule=RULES[rule] if rule is not None else None,
             costs=costs if costs is not None or drafter is None else drafter.costs,
         )
-
-        self._forwards = self._noted_rows = 0
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
         """Events of all requests, each with the index of its request, until every one has ended.
@@ -100,28 +97,25 @@ class Engine:
             verdict, events = g.emit(verdict)
             self.setup.backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
             accept_seconds = perf_counter() - started
-            verification = Verification(draft, logits, p, root, accept_seconds)
+            verification = Verification(draft, logits, root, accept_seconds)
             events += g.close_round(verification, verdict, verify_seconds, len(queries))
             yield from ((index, event) for event in events)
 
     def _select(self, drafts: list[Draft], running: dict[int, Generation]) -> list[Draft]:
         """What is worth verifying, for all requests together: one forward serves them all."""
         drafter = self.setup.drafter
-        return drafter.select(drafts, _context(g.cache for g in running.values())) if drafter is not None else drafts
+        return drafter.select(drafts, _context([g.cache for g in running.values()])) if drafter is not None else drafts
 
     def _note(self, queries: list[Query], seconds: float) -> None:
-        """Refine the measured costs by this forward, unless it says nothing new: noting takes time, too."""
-        rows = sum(len(query.draft) + 1 for query in queries)
-        self._forwards += 1
-        news = self._forwards <= _SETTLING or rows != self._noted_rows or self._forwards % _NOTED_OF_ALIKE == 0
-        if self.setup.costs is not None and news:
-            self._noted_rows = rows
-            self.setup.costs.note(rows, _context(query.cache for query in queries), seconds, len(queries))
+        """Refine the measured costs by this forward."""
+        if self.setup.costs is not None:
+            rows = sum(len(query.draft) + 1 for query in queries)
+            self.setup.costs.note(rows, _context([query.cache for query in queries]), seconds, len(queries))
 
 
-def _context(caches: Iterable[KVCache]) -> int:
+def _context(caches: Collection[KVCache]) -> int:
     """Tokens that are cached, of each sequence on average."""
-    return round(fmean(cache.length for cache in caches))
+    return sum(cache.length for cache in caches) // len(caches)
 
 
 def _refuse_misfits(drafter: Drafter, backend: Backend, rule: Rule | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +13,13 @@ _BINS = 24  # of a node's raw score, two for each halving
 _LEAST = 2.0 ** (-_BINS / 2)  # what is below goes to the last bin
 _PRIOR_TRIES = 8.0  # how many tries an estimate is worth before acceptances are seen
 
-Counts = tuple[list[float], list[float]]
-"""Hits and tries, by bin."""
+
+class Counts(NamedTuple):
+    """Hits and tries, by bin; `keep` is what is left of them at the next try."""
+
+    hits: list[float]
+    tries: list[float]
+    keep: float
 
 
 class Calibration:
@@ -32,6 +38,7 @@ class Calibration:
         self._above = above
         self._keep = 1.0 - 1.0 / memory
         self._counts: dict[str, Counts] = {}
+        self._levels: dict[tuple[str, str], list[Counts]] = {}  # of a proposer in a context, the widest first
 
     def __call__(self, who: str, raw: float, context: str = "", prior: float | None = None) -> float:
         """The acceptance to expect of a node.
@@ -42,15 +49,22 @@ class Calibration:
             context: What else is known of it.
             prior: What to expect before anything was seen, if not `raw`.
         """
-        return self._estimate(_keys(who, context), _bin(raw), raw if prior is None else prior)
+        at, estimate = _bin(raw), raw if prior is None else prior
+        for hits, tries, _ in self._levels.get((who, context)) or self._levels_of(who, context):
+            estimate = (hits[at] + _PRIOR_TRIES * estimate) / (tries[at] + _PRIOR_TRIES)
+        return estimate
 
     def note(self, who: str, raw: float, accepted: bool, context: str = "") -> None:
         """Count one node of which is known whether it came true."""
-        self._note(_keys(who, context), _bin(raw), accepted)
+        at = _bin(raw)
+        for hits, tries, keep in self._levels.get((who, context)) or self._levels_of(who, context):
+            tries[at] = tries[at] * keep + 1
+            hits[at] = hits[at] * keep + accepted
 
     def arrays(self) -> dict[str, torch.Tensor]:
         """Hits and tries `[2, bins]` by proposer, and by proposer and context."""
-        return {key: torch.tensor(counts, dtype=torch.float64) for key, counts in self._counts.items()}
+        seen = {key: counts for key, counts in self._counts.items() if any(counts.tries)}
+        return {key: torch.tensor(counts[:2], dtype=torch.float64) for key, counts in seen.items()}
 
     def take_up(self, arrays: Mapping[str, torch.Tensor]) -> bool:
         """Go on from what `arrays` gave, if these can be that. Returns whether they can."""
@@ -59,31 +73,22 @@ class Calibration:
                 return False
             if (counts[0] < 0).any() or (counts[0] > counts[1]).any():
                 return False
-        self._counts = {key: (counts[0].tolist(), counts[1].tolist()) for key, counts in arrays.items()}
+        for key in {*arrays, *self._counts}:
+            own, taken = self._of(key), arrays.get(key, torch.zeros(2, _BINS))
+            own.hits[:], own.tries[:] = taken.tolist()
         return True
 
-    def _estimate(self, keys: tuple[str, ...], at: int, prior: float) -> float:
-        estimate = prior if self._above is None else self._above._estimate(keys, at, prior)
-        for key in keys:
-            counts = self._counts.get(key)
-            if counts is not None:
-                estimate = (counts[0][at] + _PRIOR_TRIES * estimate) / (counts[1][at] + _PRIOR_TRIES)
-        return estimate
+    def _levels_of(self, who: str, context: str) -> list[Counts]:
+        """From the workload's record of a proposer to the request's in this context."""
+        above = self._above._levels_of(who, context) if self._above is not None else []
+        own = [self._of(key) for key in ((who, f"{who}@{context}") if context else (who,))]
+        self._levels[who, context] = [*above, *own]
+        return self._levels[who, context]
 
-    def _note(self, keys: tuple[str, ...], at: int, accepted: bool) -> None:
-        if self._above is not None:
-            self._above._note(keys, at, accepted)
-        for key in keys:
-            counts = self._counts.get(key)
-            if counts is None:
-                counts = self._counts[key] = [0.0] * _BINS, [0.0] * _BINS
-            hits, tries = counts
-            tries[at] = tries[at] * self._keep + 1
-            hits[at] = hits[at] * self._keep + accepted
-
-
-def _keys(who: str, context: str) -> tuple[str, ...]:
-    return (who, f"{who}@{context}") if context else (who,)
+    def _of(self, key: str) -> Counts:
+        if key not in self._counts:
+            self._counts[key] = Counts([0.0] * _BINS, [0.0] * _BINS, self._keep)
+        return self._counts[key]
 
 
 def _bin(raw: float) -> int:

@@ -22,7 +22,6 @@ from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Request
 from foredraft.loading import EngineChoice, Loader, parse_drafter
-from foredraft.sampling import one_hot_argmax
 from foredraft.tree import paths, reachable
 from foredraft.types import Draft, SamplingParams, TokenEvent
 
@@ -195,7 +194,7 @@ class _ProcessorLaw:
     def __call__(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
         """Distributions `[N+1, V]`; see `foredraft.sampling.Law`."""
         scores = self._scores(history, draft, logits)
-        return one_hot_argmax(scores) if self.greedy else scores.double().softmax(-1)
+        return scores if self.greedy else scores.double().softmax(-1)
 
     def logprobs(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
         """Log-probabilities `[N+1, V]`; see `foredraft.sampling.Law`."""

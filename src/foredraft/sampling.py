@@ -11,6 +11,7 @@ after this module is about `p` and `q`, distributions that went through all of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -35,10 +36,11 @@ class Law(Protocol):
         ...
 
     def __call__(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
-        """Distributions `[N+1, V]`, float64, from `logits` `[N+1, V]`.
+        """Distributions `[N+1, V]`, float64, from `logits` `[N+1, V]`; of a greedy law any rows with their argmax.
 
-        Row 0 follows `history` (all tokens so far, the root last); row i + 1 follows `history`, the ancestors of node
-        i of `draft`, and node i.
+        Rows of a greedy law only say by their largest entry, the first of several, which token has all mass: a one-hot
+        written out would take more time than all else of a round. Row 0 follows `history` (all tokens so far, the root
+        last); row i + 1 follows `history`, the ancestors of node i of `draft`, and node i.
         """
         ...
 
@@ -82,7 +84,8 @@ class SamplingLaw:
 
     def __call__(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
         """See `Law`."""
-        return probabilities(self._scores(history, draft, logits), self._params)
+        scores = self._scores(history, draft, logits)
+        return scores if self.greedy else probabilities(scores, self._params)
 
     def logprobs(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
         """See `Law`."""
@@ -153,6 +156,22 @@ def one_hot_argmax(logits: Tensor) -> Tensor:
     return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, argmax(logits)[..., None], 1.0)
 
 
+def finite_argmax(row: Tensor) -> int:
+    """The token of a greedy law's row `[V]`.
+
+    Raises:
+        ModelError: A logit is NaN or plus infinity, or all are minus infinity.
+    """
+    token = int(argmax(row))
+    if not math.isfinite(row[token]):  # to both, numpy and torch, NaN is the largest
+        raise _infinite()
+    return token
+
+
+def _infinite() -> ModelError:
+    return ModelError("The model returned NaN or infinite logits. Half precision may overflow: try dtype float32.")
+
+
 def argmax(rows: Tensor) -> Tensor:
     """`[n]` of `[n, V]`, or a scalar of `[V]`: where the largest number stands, the first where several tie."""
     if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):
@@ -175,7 +194,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         ModelError: A logit is NaN or plus infinity, or a whole row is minus infinity.
     """
     if not torch.isfinite(logits.amax(-1)).all():  # NaN spreads to the maximum
-        raise ModelError("The model returned NaN or infinite logits. Half precision may overflow: try dtype float32.")
+        raise _infinite()
     if logits.device.type == "mps":  # no float64 there
         logits = logits.cpu()
     if params.greedy:

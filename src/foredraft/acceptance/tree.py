@@ -12,14 +12,16 @@ from torch import Tensor
 
 from foredraft.acceptance.chain import acceptance, remainder, residual
 from foredraft.randomness import RandomSource
-from foredraft.sampling import argmax
+from foredraft.sampling import finite_argmax
 from foredraft.tree import children
 from foredraft.types import Draft, Verdict
 
 
 def greedy(draft: Draft, p: Tensor, source: RandomSource) -> Verdict:
-    """Every lossless rule where all rows are one-hot: follow the argmax while a node names it. Takes no chance."""
-    return _walk(draft, lambda row, depth: int(argmax(p[row])))
+    """Every lossless rule where all rows are one-hot, of which the argmax is all that counts: follow it while a node
+    names it. Takes no chance.
+    """
+    return _walk(draft, lambda row, depth: finite_argmax(p[row]))
 
 
 def walk(draft: Draft, p: Tensor, source: RandomSource) -> Verdict:

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 
 from foredraft.acceptance import Draws
-from foredraft.arms import Arm, Turn
+from foredraft.arms import Arm, Turn, robust_mean
 from foredraft.backends.base import Backend
 from foredraft.controller import Controller
 from foredraft.costs import Costs
@@ -53,7 +53,6 @@ class Auto(Joint):
 
     usage = "auto[:A+B]"
     trees = True
-    """Set to `False`, it drafts the likeliest path alone."""
     draft_tokens = 32
     when_nothing_is_accepted = "none of its parts fits this text"
 
@@ -71,6 +70,9 @@ class Auto(Joint):
         self.controller = Controller(costs)
         self.arms = {part.name: Arm(part.name, part.draws is not Draws.POINT) for part in self.parts}
         self.rounds = self.plain_rounds = 0
+        self.deciding = 0.0
+        """Seconds of a round in which drafts were asked for, without what the parts took; robust to interruptions."""
+        self._decided = 0
         self._draft_seconds = 0.0  # of the round at hand
 
     @classmethod
@@ -83,6 +85,10 @@ class Auto(Joint):
     def proposer(self, law: Law, source: RandomSource) -> AutoProposer:
         """A proposer with one of each part."""
         return AutoProposer(self, {part.name: part.proposer(law, source) for part in self.parts})
+
+    def fit(self, *, trees: bool) -> None:
+        """Without trees it drafts the likeliest path alone."""
+        self.trees = trees
 
     def select(self, drafts: Sequence[Draft], context: int) -> list[Draft]:
         """The nodes that pay, of all sequences together."""
@@ -99,6 +105,11 @@ class Auto(Joint):
         if arm.costly:
             self.costs.note_draft(arm.name, nodes, seconds)
 
+    def note_deciding(self, seconds: float) -> None:
+        """What was asked for has been merged and scored."""
+        self._decided += 1
+        self.deciding = robust_mean(self.deciding, seconds, self._decided)
+
     def note_watch(self, arm: Arm, seconds: float) -> None:
         """A part learned from a verification."""
         self._draft_seconds += seconds
@@ -112,38 +123,46 @@ class AutoProposer(JointProposer):
         super().__init__(parts)
         self._auto = auto
         self._calibration = Calibration(auto.calibration, _REQUEST_MEMORY)
+        self._learning = {n: part for n, part in parts.items() if type(part).observe is not Proposer.observe}
         self._turns = {name: Turn(arm) for name, arm in auto.arms.items()}
         self._asked: list[str] = []
+        self._asking = 0.0  # seconds of the parts, this round
         self._length = 0  # of the text
         self._open: list[_Open] = []
         self._kept = 2.0  # nodes of recent rounds, at most
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The merged drafts of the parts whose turn it is, with calibrated path probabilities as scores."""
+        started = self._auto.clock()
         self._read(tokens)
-        self._asked, self._length = [], len(tokens)
+        self._asked, self._asking, self._length = [], 0.0, len(tokens)
         if budget < 1:
             return Draft()
         controller, context = self._auto.controller, len(tokens)
         rate, plain = controller.rate(context), controller.plain_seconds(context)
+        deciding = self._auto.deciding / len(self._turns)
         drafts: dict[str, Draft] = {}
         for name, turn in self._turns.items():
             turn.count_round()
-            if not turn.arm.costly and turn.due(rate, plain):
+            if not turn.arm.costly and turn.due(rate, plain, deciding):
                 drafts[name] = self._ask(name, tokens, min(budget, _LEAST_ASKED + round(2 * self._kept)))
         nodes = self._merged(drafts)
         name, length = self._costly(nodes, context, plain, min(budget, _DEEPEST))
         if length:
             drafts[name] = self._ask(name, tokens, length)
             nodes = self._merged(drafts)
+        if not drafts:
+            return Draft()
         self._open.append(_Open(len(tokens), nodes, self._asked))
-        return likeliest(nodes if self._auto.trees else _likeliest_path(nodes), budget)[0]
+        draft = likeliest(nodes if self._auto.trees else _likeliest_path(nodes), budget)[0]
+        self._auto.note_deciding(self._auto.clock() - started - self._asking)
+        return draft
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Let the parts learn, and note what each was worth."""
         draft, controller, clock = verification.draft, self._auto.controller, self._auto.clock
         plain = controller.plain_seconds(self._length)
-        for name, part in self._parts.items():
+        for name, part in self._learning.items():
             if name in self._asked or (part.watches and self._turns[name].watches(plain)):
                 started = clock()
                 part.observe(verification, verdict)
@@ -171,8 +190,10 @@ class AutoProposer(JointProposer):
     def _ask(self, name: str, tokens: Sequence[int], budget: int) -> Draft:
         started = self._auto.clock()
         draft = self._parts[name].propose(tokens, budget)
-        self._auto.note_ask(self._auto.arms[name], len(draft), self._auto.clock() - started)
+        seconds = self._auto.clock() - started
+        self._auto.note_ask(self._auto.arms[name], len(draft), seconds)
         self._asked.append(name)
+        self._asking += seconds
         return draft
 
     def _costly(self, nodes: Sequence[Node], context: int, plain: float, most: int) -> tuple[str, int]:

@@ -18,11 +18,10 @@ from foredraft.types import Draft, Verdict
 
 
 class Verification(NamedTuple):
-    """What the target said about a draft: `logits` and `p` are `[N+1, V]`, row 0 after the root."""
+    """What the target said about a draft: `logits` are `[N+1, V]`, row 0 after the root."""
 
     draft: Draft
     logits: Tensor
-    p: Tensor
     root: int
     accept_seconds: float = 0.0
     """What it took after the forward: sampling law, acceptance and commit."""
@@ -81,6 +80,9 @@ class Drafter(ABC):
             UnsupportedError: It cannot draft for this target.
         """
         return cls()
+
+    def fit(self, *, trees: bool) -> None:  # noqa: B027  (most draft what they draft)
+        """Told by the engine whether backend and rule take trees: for those who can draft either way."""
 
     def save(self, folder: Path) -> None:  # noqa: B027  (most have nothing to keep)
         """Keep in a folder what was learned, in files that are named after the drafter and are whole or not there.

@@ -13,7 +13,7 @@ from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.proposers.translation import Reading, Translation
 from foredraft.randomness import RandomSource
-from foredraft.sampling import Law, argmax
+from foredraft.sampling import Law, finite_argmax
 from foredraft.types import Draft, Verdict
 
 _LONGEST_CATCH_UP = 16  # tokens that join the scoring forward instead of a prefill of their own
@@ -83,7 +83,7 @@ class DraftModelProposer(Proposer):
             self._fed = drafted[:]
             if q is None:
                 break
-            x = int(argmax(q)) if self._law.greedy else self._source.at(len(history)).draw(q)
+            x = finite_argmax(q) if self._law.greedy else self._source.at(len(history)).draw(q)
             drafted.append(x)
             rows.append(q)
             unseen = self._own_ids_of(x)
@@ -135,7 +135,8 @@ class DraftModelProposer(Proposer):
             q = self._law(history, Draft(), logits)[0]
         except InvalidInputError:  # bad words or a grammar leave nothing here; of the target they may leave more
             return None
-        return q if q.sum() > 0 else None  # a caller's own law may make NaN of nothing
+        nothing = -torch.inf if self._law.greedy else 0.0
+        return q if q.amax() > nothing else None  # a caller's own law may make NaN of nothing
 
     def _score(self, unseen: Sequence[int]) -> Tensor:
         """Feed ids that are certain; return the logits `[1, V_draft]` after the last of them."""

@@ -11,7 +11,7 @@ from foredraft.backends.base import Backend, KVCache, Query
 from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Drafter, Proposer
 from foredraft.randomness import RandomSource
-from foredraft.sampling import Law, argmax
+from foredraft.sampling import Law, finite_argmax
 from foredraft.types import Draft
 
 
@@ -80,5 +80,5 @@ class EarlyExitProposer(Proposer):
             history = [*tokens, *drafted]
             rows.append(self._law(history, Draft(), logits)[0])
             greedy = self._law.greedy
-            drafted.append(int(argmax(rows[-1])) if greedy else self._source.at(len(history)).draw(rows[-1]))
+            drafted.append(finite_argmax(rows[-1]) if greedy else self._source.at(len(history)).draw(rows[-1]))
         return Draft.chain(drafted, () if self._law.greedy else rows)

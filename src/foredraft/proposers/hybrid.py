@@ -97,7 +97,7 @@ class Hybrid(Joint):
 
 @dataclass(slots=True)
 class Node:
-    """A node of the merged tree: its token, its place, and the raw score each proposer gave it.
+    """A node of the merged tree: its token, its place, the raw score each proposer gave it, all who did, and the best.
 
     Of the others, whoever scores the tree makes use: calibrated path probability, depth, what calibration went by, and
     whether it is known if the node came true.
@@ -106,20 +106,12 @@ class Node:
     token: int
     parent: int
     raw: dict[str, float]
+    who: str = ""
+    best: float = 0.0
     score: float = 0.0
     depth: int = 0
     context: str = ""
     judged: bool = False
-
-    @property
-    def who(self) -> str:
-        """All who proposed it."""
-        return "+".join(self.raw)
-
-    @property
-    def best(self) -> float:
-        """The highest raw score."""
-        return max(self.raw.values())
 
 
 class HybridProposer(JointProposer):
@@ -151,8 +143,9 @@ class HybridProposer(JointProposer):
 
 def likeliest(nodes: Sequence[Node], budget: int) -> tuple[Draft, list[Node]]:
     """The draft of the `budget` nodes with the highest scores, none of which is above its parent's; and these nodes."""
-    kept = sorted(range(len(nodes)), key=lambda i: -nodes[i].score)[:budget]
-    order = sorted(kept)  # parents still come first
+    order: Sequence[int] = range(len(nodes))
+    if len(nodes) > budget:
+        order = sorted(sorted(order, key=lambda i: -nodes[i].score)[:budget])  # parents still come first
     place = {-1: -1, **{old: new for new, old in enumerate(order)}}
     chosen = [nodes[i] for i in order]
     draft = Draft(
@@ -178,4 +171,6 @@ def merge(drafts: dict[str, Draft]) -> list[Node]:
                 merged.append(Node(token, key[0], {}))
             own.append(places[key])
             merged[own[-1]].raw.setdefault(name, score)
+    for node in merged:
+        node.who, node.best = "+".join(node.raw), max(node.raw.values())
     return merged

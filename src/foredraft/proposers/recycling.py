@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from math import log2
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from foredraft.backends.base import Backend
 from foredraft.proposers.base import Drafter, Proposer, Verification
@@ -17,8 +19,6 @@ from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
 
 WIDTH = 8  # candidates kept for each token
-_BLOCK = 256  # logits whose maximum is looked at first
-_STRIDE = 8
 _BINS = 8  # of the probability that the target gave a candidate, each half of the one before
 _PRIOR_TRIES = 4.0  # how many tries the target's own probability is worth before acceptances are seen
 
@@ -46,6 +46,7 @@ class Recycling(Drafter):
         # The same memory: single numbers are read and written faster by way of numpy.
         self._candidates, self._likelihoods = self.candidates.numpy(), self.likelihoods.numpy()
         self._hits, self._tries = self.hits.numpy(), self.tries.numpy()
+        likeliest(torch.zeros(1, WIDTH), WIDTH)  # compiles what is to be compiled
 
     @classmethod
     def for_target(cls, target: Backend, argument: str = "") -> Recycling:
@@ -67,6 +68,11 @@ class Recycling(Drafter):
             rate = (float(hits[at]) + likelihood * _PRIOR_TRIES) / (float(tries[at]) + _PRIOR_TRIES)
             found.append((x, rate))
         return found
+
+    def write(self, token: int, candidates: NDArray[np.int32], likelihoods: NDArray[np.float32]) -> None:
+        """What the target finds likely after a token, the likeliest first, and how likely."""
+        self._candidates[token, : len(candidates)] = candidates
+        self._likelihoods[token, : len(candidates)] = likelihoods
 
     def note_outcome(self, token: int, successor: int) -> None:
         """Count which candidate after `token`, if any, came true."""
@@ -142,43 +148,27 @@ class RecyclingProposer(Proposer):
         followed = [verification.root, *(draft.tokens[node] for node in path)]
         for token, successor in zip(followed, verdict.tokens, strict=False):
             self._table.note_outcome(token, successor)
-        values, indices = top(verification.logits.float(), WIDTH)
-        likelihoods = _shares(verification.logits.float(), values, indices).cpu()
-        candidates = indices.to("cpu", torch.int32)
+        candidates, likelihoods = likeliest(verification.logits, WIDTH)
         accepted = [0, *(node + 1 for node in path)]
         rows = [row for row in range(len(candidates)) if row not in accepted] + accepted
         tokens = (verification.root, *draft.tokens)
         for row in rows:
-            self._table.candidates[tokens[row], : candidates.shape[1]] = candidates[row]
-            self._table.likelihoods[tokens[row], : candidates.shape[1]] = likelihoods[row]
+            self._table.write(tokens[row], candidates[row], likelihoods[row])
 
 
-def top(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logits of each row and their ids `[n, count]` (fewer if there are no more), largest first.
+def likeliest(logits: torch.Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Ids and probabilities `[n, count]` of the largest logits `[n, V]`, the largest first; fewer if there are no more.
 
-    They are looked for among the blocks with the largest maxima, which is faster than to sort a whole vocabulary.
+    On a CPU the probabilities are estimates.
     """
-    rows, vocabulary = logits.shape
-    blocks = vocabulary // _BLOCK
-    if blocks <= count:
-        best = logits.topk(min(count, vocabulary))
-        return best.values, best.indices
-    whole = blocks * _BLOCK
-    maxima = logits[:, :whole].view(rows, blocks, _BLOCK).amax(-1)
-    starts = maxima.topk(count).indices * _BLOCK
-    ids = (starts[..., None] + torch.arange(_BLOCK, device=logits.device)).view(rows, -1)
-    rest = torch.arange(whole, vocabulary, device=logits.device).expand(rows, -1)
-    ids = torch.cat([ids, rest], dim=1)
-    best = logits.gather(1, ids).topk(count)
-    return best.values, ids.gather(1, best.indices)
+    count = min(count, logits.shape[-1])
+    if logits.device.type == "cpu":
+        from foredraft.proposers import recycling_kernels as kernels  # numba takes a while, and not all need it
 
-
-def _shares(logits: torch.Tensor, values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Probabilities of the largest logits. What the others hold is estimated from every eighth of them."""
-    highest = values[:, :1]
-    powers = (values - highest).exp()
-    sampled = (logits[:, ::_STRIDE] - highest).exp().sum(-1) - (powers * (indices % _STRIDE == 0)).sum(-1)
-    return powers / (powers.sum(-1) + _STRIDE * sampled.clamp(min=0))[:, None]
+        return kernels.likeliest(logits.float().numpy(), count)
+    best = logits.float().topk(count)
+    shares = (best.values - logits.float().logsumexp(-1, keepdim=True)).exp()
+    return best.indices.to("cpu", torch.int32).numpy(), shares.cpu().numpy()
 
 
 def _bin(likelihood: float) -> int:

@@ -163,14 +163,14 @@ class SuffixProposer(Proposer):
         """The candidate tree with the highest sum of path probabilities, which are its scores."""
         if self._prompt_length is None:
             self._prompt_length = len(tokens)
-        self._own.extend(tokens[self._read :])
+        settings, new = self._settings, tokens[self._read :]
         self._read = len(tokens)
         if budget < 1:
+            self._own.extend(new)
             return Draft()
-        settings = self._settings
-        tail = np.array(tokens[-settings.longest_match :], dtype=np.int32)
-        best = self._own.propose(tail, settings.limits(budget, settings.smoothing))
-        if settings.global_bytes:
+        best = self._own.follow(new, settings.longest_match, settings.limits(budget, settings.smoothing))
+        if self._global.nodes > 1:  # its root is always there
+            tail = np.array(tokens[-settings.longest_match :], dtype=np.int32)
             other = self._global.propose(tail, settings.limits(budget, settings.global_smoothing))
             if other.total > best.total:
                 best = other
@@ -193,5 +193,8 @@ def _compile() -> None:
     """Run every kernel once, so that compiling them falls into loading and not into the first request."""
     tree = _new_tree(2)
     tree.add([1, 1])
-    tree.propose(np.array([1], dtype=np.int32), SuffixSettings().limits(1, 1.0))
+    limits = SuffixSettings().limits(1, 1.0)
+    tree.propose(np.array([1], dtype=np.int32), limits)
+    tree.follow([1], 1, limits)
+    tree.close()
     tree.forget_oldest()

@@ -265,8 +265,8 @@ def _step(tree: Arrays, slot: int, at: int) -> None:
     suffix[NODE], suffix[OFFSET], suffix[GROWS] = leaf, 1, 1
 
 
-@entry
-def extend(tree: Arrays, tokens: Ints) -> None:
+@_compiled
+def _extend(tree: Arrays, tokens: Ints) -> None:
     """Read tokens at the end of the open sequence. There must be room: two rows for each token and live suffix."""
     nodes, live = tree.nodes, tree.live
     for token in tokens:
@@ -282,6 +282,12 @@ def extend(tree: Arrays, tokens: Ints) -> None:
                 live[slot, OFFSET] += 1
             else:
                 _step(tree, slot, at)
+
+
+@entry
+def extend(tree: Arrays, tokens: Ints) -> None:
+    """Read more tokens of the open sequence."""
+    _extend(tree, tokens)
 
 
 @entry
@@ -457,9 +463,8 @@ def _grow(tree: Arrays, place: tuple[int, int, int], budget: int, limits: Limits
     return drafted[:size], scores[:size], total
 
 
-@entry
-def propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, float]:
-    """The best candidate of all match lengths, the longest of equals; see `SuffixTree.propose`."""
+@_compiled
+def _propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, float]:
     matches = np.empty((len(tail), 2), dtype=np.int32)
     matched = 0
     while matched < len(tail):
@@ -481,3 +486,17 @@ def propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, flo
         found[row - 1, 0] = tree.text[tree.nodes[best[row, 0], START] + best[row, 1] - 1]
         found[row - 1, 1] = best[row, 2] - 1
     return found, best_scores[1:], best_total
+
+
+@entry
+def propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, float]:
+    """The best candidate of all match lengths, the longest of equals; see `SuffixTree.propose`."""
+    return _propose(tree, tail, limits)
+
+
+@entry
+def follow(tree: Arrays, tokens: Ints, longest: int, limits: Limits) -> tuple[Ints, Floats, float]:
+    """Read tokens, and propose what may come after the last `longest` tokens of the open sequence."""
+    _extend(tree, tokens)
+    end = tree.header[END]
+    return _propose(tree, tree.text[max(tree.header[OPEN], end - longest) : end], limits)

@@ -118,6 +118,11 @@ class SuffixTree:
         """
         return Candidate(*kernels.propose(self._arrays, tail, limits))
 
+    def follow(self, tokens: Sequence[int], longest: int, limits: Limits) -> Candidate:
+        """`extend` and `propose` in one: what may come after the last `longest` tokens of the open sequence."""
+        self._make_room(len(tokens))
+        return Candidate(*kernels.follow(self._arrays, np.array(tokens, dtype=np.int32), longest, limits))
+
     @property
     def _tokens(self) -> int:
         """Tokens of the text that are not forgotten."""

@@ -258,11 +258,11 @@ class NativeBackend(Backend):
         for index, (query, known, cache) in enumerate(parts):
             base, count = cache.committed, 1 + len(query.draft.tokens)
             cache.reserve(base + count)
-            depth, rows = _shape(query.draft)
+            depth, rows, straight = _shape(query.draft)
             nodes = np.zeros(count, dtype=NODE)
             nodes["token"], nodes["sequence"] = (query.root, *query.draft.tokens), index
             nodes["row"], nodes["position"], nodes["ancestors"] = np.arange(count) + base, depth + base, depth + 1
-            nodes["straight"] = np.cumprod(rows == np.arange(rows.shape[1]), axis=1).sum(axis=1).clip(max=depth + 1)
+            nodes["straight"] = straight
             first = sum(len(table) for table in tables)
             tables.append(nodes[known:])
             seen.append(rows[known:] + base)
@@ -297,14 +297,18 @@ def _cache(query: Query) -> NativeCache:
     return query.cache
 
 
-def _shape(draft: Draft) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Depths `[N+1]` of root and nodes, and `[N+1, deepest + 1]` what each sees: the root, then down to itself."""
+def _shape(draft: Draft) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Depths of root and nodes, what each sees, and how much of that lies in a line from the root on.
+
+    `[N+1]`, `[N+1, deepest + 1]` with the root first and the node itself last, and `[N+1]`.
+    """
     if draft.is_chain:
         line = np.arange(len(draft) + 1)
-        return line, np.broadcast_to(line, (len(line), len(line)))
+        return line, np.broadcast_to(line, (len(line), len(line))), line + 1
     depth = np.array(depths(draft))
     seen = np.zeros((len(depth), depth.max() + 1), dtype=np.int64)
     for node, parent in enumerate(draft.parents, start=1):
         seen[node] = seen[parent + 1]
         seen[node, depth[node]] = node
-    return depth, seen
+    straight = np.cumprod(seen == np.arange(seen.shape[1]), axis=1).sum(axis=1).clip(max=depth + 1)
+    return depth, seen, straight

@@ -1,0 +1,190 @@
+"""`foredraft bench`: every method on one workload, against plain decoding in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from foredraft.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from foredraft.bench.figures import CellFigures
+    from foredraft.bench.results import Results
+    from foredraft.bench.runner import Step
+    from foredraft.models import Notify
+
+T = TypeVar("T")
+_EVERY = 20  # answers between two lines of progress where there is no terminal
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
+    workload: Annotated[
+        str, typer.Option(help="'bundled', or a file: Spec-Bench, HumanEval, GSM8K, ShareGPT, chat JSONL, plain lines.")
+    ] = "bundled",
+    limit: Annotated[int | None, typer.Option(help="Items, spread over the categories; the default is all.")] = None,
+    categories: Annotated[str, typer.Option(help="Only these, with commas between.")] = "",
+    drafters: Annotated[
+        str, typer.Option(help="With commas between; plain decoding (none) is always run.")
+    ] = "ngram,suffix,hybrid:suffix+recycling,auto",
+    draft_tokens: Annotated[
+        str, typer.Option(help="Most tokens of a draft, with commas between; the default suits each drafter.")
+    ] = "",
+    rules: Annotated[
+        str, typer.Option(help="Acceptance rules at temperatures above 0; the default suits each drafter.")
+    ] = "",
+    temperatures: Annotated[str, typer.Option(help="With commas between; 0 is greedy decoding.")] = "0",
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Other engines, with commas between: transformers, transformers:prompt-lookup:4, "
+            "transformers:assistant=REF, llama.cpp, llama.cpp:prompt-lookup:4, openvino, openvino:prompt-lookup."
+        ),
+    ] = "",
+    url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server to compare with.")] = None,
+    gguf: Annotated[str | None, typer.Option(help="The model as GGUF, for peers that read nothing else.")] = None,
+    repeat: Annotated[int, typer.Option(help="How often all is asked; drafters begin anew each time.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the run; one that was broken off is gone on with.")] = Path(
+        "bench"
+    ),
+    backend: Annotated[str, typer.Option(help="auto, native (the fast one, on a CPU) or transformers.")] = "auto",
+    weights: Annotated[str, typer.Option(help="For native: auto (as stored), f32, bf16 or q8.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="For native; the default is all physical cores.")] = None,
+    kv: Annotated[str, typer.Option(help="For native: keys and values in f32 or bf16.")] = "f32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="For transformers: auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Measure every method on one workload, against plain decoding in the same run, and write a report.
+
+    Items are asked in turn, each of all methods in another order. Every answer is written down at once: a run that was
+    broken off goes on when the same command is given again.
+    """
+    from foredraft.bench.peers import PeerSpec, parse_peer
+    from foredraft.bench.plan import Plan, cells_of
+    from foredraft.bench.report import write_report
+    from foredraft.bench.runner import run
+    from foredraft.bench.workloads import load_workload
+    from foredraft.loading import EngineChoice
+
+    specs = [parse_peer(peer) for peer in _list(peers)]
+    if url is not None:
+        specs.append(PeerSpec("url", url) if url.startswith("http") else parse_peer(f"url:{url}"))
+    plan = Plan(
+        model=model,
+        workload=load_workload(workload).spread(limit, _list(categories)),
+        cells=cells_of(
+            _list(drafters),
+            draft_tokens=[_number(int, text, "draft-tokens") for text in _list(draft_tokens)],
+            rules=_list(rules),
+            temperatures=[_number(float, text, "temperatures") for text in _list(temperatures)],
+            peers=specs,
+        ),
+        max_tokens=max_tokens,
+        repeat=repeat,
+        seed=seed,
+        engine=EngineChoice(backend, device, dtype, weights, threads, kv),
+        gguf=gguf,
+    )
+    with _telling() as (notify, progress):
+        results = run(plan, out, notify=notify, progress=progress)
+        notify("Writing the report")
+        write_report([results], out / "report.html", out / "report.md")
+    _show(Console(highlight=False), results)
+    typer.echo(f"written: {out / 'report.html'}, report.md, summary.json and answers.jsonl")
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _number(kind: Callable[[str], T], text: str, name: str) -> T:
+    try:
+        return kind(text)
+    except ValueError:
+        raise InvalidInputError(f"{name} has '{text}', but must be numbers with commas between.") from None
+
+
+@contextmanager
+def _telling() -> Iterator[tuple[Notify, Callable[[Step], None]]]:
+    """What is going on and how long it takes, on standard error: a bar in a terminal, elsewhere a line now and then."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield (lambda message: console.print(f"{message} …")), _lines(console)
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}")
+    with Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True) as bar:
+        task = bar.add_task("Starting", total=None, completed=0, left="")
+
+        def notify(message: str) -> None:
+            bar.update(task, description=f"{message} …")
+
+        def progress(step: Step) -> None:
+            described = f"{step.cell}, {step.item}" if step.cell else "Done"
+            bar.update(task, description=described, completed=step.done, total=step.total, left=_left(step))
+
+        yield notify, progress
+
+
+def _lines(console: Console) -> Callable[[Step], None]:
+    told = -_EVERY
+
+    def progress(step: Step) -> None:
+        nonlocal told
+        if step.done - told >= _EVERY or step.done == step.total:
+            told = step.done
+            console.print(f"{step.done} of {step.total} answers{', ' if _left(step) else ''}{_left(step)}")
+
+    return progress
+
+
+def _left(step: Step) -> str:
+    if step.seconds_left is None:
+        return ""
+    minutes, seconds = divmod(round(step.seconds_left), 60)
+    return f"{minutes} min {seconds:02} s left" if minutes else f"{seconds} s left"
+
+
+def _show(console: Console, results: Results) -> None:
+    """A line for every cell, and the sentences of the report's head."""
+    from foredraft.bench.sentences import headline
+
+    columns = ("method", "speedup", "95 %", "tokens/s", "TPOT", "TTFT", "per forward", "accepted", "same text")
+    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for figures in results.figures:
+        if not figures.category:
+            table.add_row(*_row(figures))
+    console.print(table)
+    head = headline(results)
+    console.print(Text(f"\n{head.title}", style="bold"), soft_wrap=True)
+    for sentence in filter(None, (head.gain, head.text, head.peer)):
+        console.print(sentence, soft_wrap=True, markup=False)
+    for engine, why in results.absent.items():
+        console.print(f"Not run: {engine} ({why})", soft_wrap=True, markup=False)
+
+
+def _row(figures: CellFigures) -> list[str]:
+    speedup, tpot = figures.speedup, figures.tpot
+    compared = figures.equal + figures.different
+    return [
+        figures.cell.name,
+        "1.00x" if speedup is None else f"{speedup.value:.2f}x",
+        "" if speedup is None else f"{speedup.low:.2f}–{speedup.high:.2f}",
+        f"{figures.throughput:.1f}",
+        "–" if tpot is None else f"{1e3 * tpot.median:.1f} ms",
+        f"{1e3 * figures.ttft.median:.0f} ms",
+        "–" if figures.mean_accepted_length is None else f"{figures.mean_accepted_length:.2f}",
+        "–" if figures.acceptance_rate is None else f"{figures.acceptance_rate:.0%}",
+        "" if not compared else f"{figures.equal} of {compared}",
+    ]
