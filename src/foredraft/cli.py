@@ -56,6 +56,7 @@ models_app = typer.Typer(
 app.add_typer(models_app, name="models")
 app.command()(bench)
 app.command()(report)
+app.command()(theory)
 
 # Arguments and options that several commands have.
 ModelArgument = Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")]
@@ -417,9 +418,6 @@ def tune_skip(
     )
     if found.speedup < 1:
         typer.echo("Leaving out sublayers does not pay with this model: use another drafter, such as suffix.")
-
-
-app.command()(theory)
 
 
 @models_app.callback()
