@@ -248,7 +248,7 @@ def test_the_headline_is_of_the_fastest_method() -> None:
     )  # fmt: skip
     head = headline(run)
     assert head.title == "suffix is 2.00× as fast as plain decoding"
-    assert head.gain.startswith("It is the fastest of 2 methods: 6.7 tokens per second")
+    assert head.gain.startswith("It is the fastest of 2 ways of drafting: 6.7 tokens per second")
     assert head.text == "All 4 answers that must have the text of plain decoding have it, token for token."
     assert head.peer == "It has 4.00× the speed of llama.cpp: prompt-lookup 4, the fastest of the other engines."
 
@@ -260,9 +260,13 @@ def test_a_gain_that_is_not_sure_is_not_claimed() -> None:
     cells = (PLAIN, SUFFIX, ngram)
     head = headline(about(plain, unsure, answers(ngram, [1.9, 1.8, 1.9, 1.8]), cells=cells))
     assert head.title == "ngram is 1.08× as fast as plain decoding"
-    assert head.gain.startswith("It is the only one of 2 methods that surely gains: 5.4 tokens per second; the 95")
+    assert head.gain.startswith(
+        "It is the only one of 2 ways of drafting that surely gains: 5.4 tokens per second; the 95"
+    )
     slower = headline(about(answers(PLAIN, [2, 2]), answers(SUFFIX, [4, 4])))
     assert slower.title == "Nothing was faster than plain decoding here; suffix came closest, at 0.50×"
+    run = page_of([about(answers(PLAIN, [2, 2]), answers(SUFFIX, [4, 4]))]).runs[0]
+    assert {row.cell: run.kind(row) for row in run.rows} == {PLAIN: "plain", SUFFIX: "own"}  # no row is called fastest
 
 
 def test_different_text_is_told_where_it_must_be_the_same() -> None:

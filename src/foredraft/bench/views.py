@@ -75,7 +75,8 @@ class Run:
         """What a row is."""
         if row.cell.engine != OWN:
             return "peer"
-        return "plain" if row.cell == row.cell.plain else "best" if row is self.head.best else "own"
+        best = row is self.head.best and self.head.sure
+        return "plain" if row.cell == row.cell.plain else "best" if best else "own"
 
     def row(self, cell: Cell) -> CellFigures | None:
         """The figures of a cell, if it has answers."""
