@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -247,23 +248,25 @@ def test_the_headline_is_of_the_fastest_method() -> None:
     )  # fmt: skip
     head = headline(run)
     assert head.title == "suffix is 2.00× as fast as plain decoding"
-    assert head.gain.startswith("It is the fastest of 2 methods: 6.7 tokens per second")
+    assert head.gain.startswith("It is the fastest of 2 ways of drafting: 6.7 tokens per second")
     assert head.text == "All 4 answers that must have the text of plain decoding have it, token for token."
-    assert head.peer.startswith(
-        "It has 4.00× the speed of llama.cpp: prompt-lookup 4, the fastest of the other engines"
-    )
+    assert head.peer == "It has 4.00× the speed of llama.cpp: prompt-lookup 4, the fastest of the other engines."
 
 
 def test_a_gain_that_is_not_sure_is_not_claimed() -> None:
     plain, unsure, ngram = answers(PLAIN, [2, 2, 2, 2]), answers(SUFFIX, [0.5, 2.1, 2.1, 2.1]), Cell("ngram")
     head = headline(about(plain, unsure))
-    assert head.title == ("No method is surely faster than plain decoding here; suffix is 1.18× as fast, give or take")
+    assert head.title == "No method is surely faster than plain decoding here; suffix leads with 1.18×"
     cells = (PLAIN, SUFFIX, ngram)
     head = headline(about(plain, unsure, answers(ngram, [1.9, 1.8, 1.9, 1.8]), cells=cells))
     assert head.title == "ngram is 1.08× as fast as plain decoding"
-    assert head.gain.startswith("It is the only one of 2 methods that surely gains: 5.4 tokens per second; the 95")
+    assert head.gain.startswith(
+        "It is the only one of 2 ways of drafting that surely gains: 5.4 tokens per second; the 95"
+    )
     slower = headline(about(answers(PLAIN, [2, 2]), answers(SUFFIX, [4, 4])))
     assert slower.title == "Nothing was faster than plain decoding here; suffix came closest, at 0.50×"
+    run = page_of([about(answers(PLAIN, [2, 2]), answers(SUFFIX, [4, 4]))]).runs[0]
+    assert {row.cell: run.kind(row) for row in run.rows} == {PLAIN: "plain", SUFFIX: "own"}  # no row is called fastest
 
 
 def test_different_text_is_told_where_it_must_be_the_same() -> None:
@@ -318,6 +321,22 @@ def test_changes_are_ratios_of_the_second_run_over_the_first() -> None:
 )
 def test_only_clear_changes_are_called_so(interval: Interval | None, better: int, word: str) -> None:
     assert clear(interval, better) == word
+
+
+def test_long_lists_are_shortened_but_compared_whole() -> None:
+    items = [f"item-{i}" for i in range(100)]
+    others = [*items[:50], "another", *items[51:]]
+    first, second = page_of([results(settings={"items": each, "seed": None}) for each in (items, others)]).settings
+    assert (first.name, first.differs, second.name, second.differs) == ("items", True, "seed", False)
+    assert first.values[0] == first.values[1] and first.values[0].startswith("100: item-0, item-1,")
+    assert first.values[0].endswith("…, item-94, item-95, item-96, item-97, item-98, item-99")
+    assert second.values == ("–", "–")
+
+
+def test_cells_without_answers_wait_but_not_for_a_peer_that_is_absent() -> None:
+    cells = (PLAIN, SUFFIX, Cell("ngram"), Cell("none", engine="openvino"))
+    run = replace(results(cells=(PLAIN, SUFFIX)), cells=cells)
+    assert page_of([run]).runs[0].waiting == (Cell("ngram"),)
 
 
 # The command

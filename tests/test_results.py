@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench_runs import CURVE, PEER, PLAIN, SUFFIX, results, write
+from bench_runs import CURVE, PEER, PLAIN, SUFFIX, measured, results, write
+from foredraft.bench.figures import figures_of
 from foredraft.bench.records import Cell
 from foredraft.bench.results import Results, append_answer
 from foredraft.errors import InvalidInputError
@@ -92,6 +94,14 @@ def test_a_record_of_which_no_figure_can_be_made_is_named(change: dict[str, Any]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(InvalidInputError, match=f"answers.jsonl, line 1, is damaged .*{why}"):
         Results.read(folder)
+
+
+def test_times_that_were_rounded_apart_are_the_same(folder: Path) -> None:
+    turn = replace(results().measurements[0].turns[0], ttft=1 + 2**-52, seconds=1.0)
+    append_answer(folder, measured(PLAIN, "rounded", turn))
+    assert Results.read(folder).measurements[-1].turns == (turn,)
+    [*_, found] = figures_of([measured(PLAIN, "rounded", turn), measured(SUFFIX, "rounded", turn)], [SUFFIX], None)
+    assert found.speedup is not None and found.decode_speedup is None
 
 
 def test_an_answer_that_is_there_twice_is_named(folder: Path) -> None:

@@ -60,8 +60,9 @@ def speedups(name: str, title: str, rows: Sequence[Row], base: str) -> Markup:
 def _reach(values: Sequence[Interval]) -> tuple[float, float]:
     """From where to where an axis of ratios goes: 1 and all values are on it, and of long intervals the most."""
     low, high = (pick(1.0, *(value.value for value in values)) for pick in (min, max))
+    lowest, highest = min(1.0, *(value.low for value in values)), max(1.0, *(value.high for value in values))
     room = max((high - low) / 2, 0.05)
-    return max(low - room, min(value.low for value in values)), min(high + room, max(value.high for value in values))
+    return max(low - room, lowest), min(high + room, highest)
 
 
 def by_category(name: str, methods: Mapping[str, Mapping[str, Interval]], categories: Sequence[str]) -> Markup:

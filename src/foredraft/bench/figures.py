@@ -215,7 +215,7 @@ def throughput_parts(m: Measurement) -> tuple[float, float]:
 def decode_parts(m: Measurement) -> tuple[float, float]:
     """Tokens after the first, and the seconds after it."""
     later = [turn for turn in m.turns if turn.tokens > 1]
-    return sum(turn.tokens - 1 for turn in later), sum(turn.seconds - turn.ttft for turn in later)
+    return sum(turn.tokens - 1 for turn in later), sum(max(turn.seconds - turn.ttft, 0.0) for turn in later)
 
 
 def ratio(sums: Floats) -> Floats:

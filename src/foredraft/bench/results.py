@@ -18,6 +18,7 @@ from foredraft.errors import InvalidInputError
 from foredraft.pages import whole_file
 
 VERSION = 1
+_ROUNDED = 1 + 1e-9  # times that are the same may have been rounded apart
 SETTINGS, ANSWERS, SUMMARY = "settings.json", "answers.jsonl", "summary.json"
 
 
@@ -169,7 +170,8 @@ def _wrong(found: Measurement) -> str | None:
     for turn in found.turns:
         if not all(is_integer(token) for token in turn.ids):
             return "ids must be integers"
-        if not (is_number(turn.ttft) and is_number(turn.seconds) and 0 <= turn.ttft <= turn.seconds > 0):
+        times = is_number(turn.ttft) and is_number(turn.seconds) and turn.seconds > 0
+        if not (times and 0 <= turn.ttft <= turn.seconds * _ROUNDED):
             return f"ttft is {turn.ttft!r} and seconds {turn.seconds!r}, but must be times, the second one no shorter"
         if turn.rounds is not None and sum(turn.rounds.emitted) != turn.tokens:
             return f"its rounds emitted {sum(turn.rounds.emitted)} tokens, and there are {turn.tokens}"

@@ -33,7 +33,9 @@ class Headline:
     peer: str
     """How it compares with the fastest peer; empty without one."""
     best: CellFigures | None
-    """The fastest of foredraft's methods, plain decoding apart."""
+    """The fastest of foredraft's methods, plain decoding apart; of those that surely gain, if there are any."""
+    sure: bool
+    """Whether it does."""
     fastest_peer: CellFigures | None
     over_peer: Interval | None
     equal: int
@@ -59,6 +61,7 @@ def headline(results: Results) -> Headline:
         text=_text(equal, different),
         peer=_peer(best, peer, over),
         best=best,
+        sure=bool(sure),
         fastest_peer=peer,
         over_peer=over,
         equal=equal,
@@ -79,25 +82,22 @@ def _title(best: CellFigures | None, everything: Sequence[CellFigures]) -> str:
     if best.speedup.value <= 1:
         closest = f"{best.cell.name} came closest, at {forms.times(best.speedup.value)}"
         return f"Nothing was faster than plain decoding here; {closest}"
-    best_is = f"{best.cell.name} is {forms.times(best.speedup.value)} as fast"
     if best.speedup.low <= 1:
-        return f"No method is surely faster than plain decoding here; {best_is}, give or take"
-    return f"{best_is} as plain decoding"
+        leads = f"{best.cell.name} leads with {forms.times(best.speedup.value)}"
+        return f"No method is surely faster than plain decoding here; {leads}"
+    return f"{best.cell.name} is {forms.times(best.speedup.value)} as fast as plain decoding"
 
 
 def _gain(best: CellFigures | None, methods: int, sure: int) -> str:
     if best is None or best.speedup is None:
         return "There is nothing to compare it with: plain decoding and one method more are needed for a speedup."
+    of = f"It is the fastest of {methods} ways of drafting"
     if methods == 1:
-        of = "It is the only method beside plain decoding"
-    elif 0 < sure < methods:
-        of = (
-            f"It is the fastest of the {sure} methods, of {methods}, that surely gain"
-            if sure > 1
-            else (f"It is the only one of {methods} methods that surely gains")
-        )
-    else:
-        of = f"It is the fastest of {methods} methods"
+        of = "It is the only way of drafting here"
+    elif sure == 1:
+        of = f"It is the only one of {methods} ways of drafting that surely gains"
+    elif 1 < sure < methods:
+        of = f"It is the fastest of the {sure} ways of drafting, of {methods}, that surely gain"
     reach = (
         f"; the 95\N{NO-BREAK SPACE}% interval of its speedup is {_span(best.speedup)}" if _span(best.speedup) else ""
     )

@@ -16,19 +16,17 @@ from foredraft.bench.results import Results
 
 Kind = Literal["best", "own", "plain", "peer"]
 _MOST = 12  # positions of a draft, and tokens of a round, that tables have columns for
+_LONG = 12  # things of a list
 _OFF = 0.10  # an error of a prediction that is explained
 
 
 class Setting(NamedTuple):
-    """A setting, or a piece of provenance: its name, and its value in each run."""
+    """A setting, or a piece of provenance: its name, and its value in each run; long lists are shortened."""
 
     name: str
     values: tuple[str, ...]
-
-    @property
-    def differs(self) -> bool:
-        """Whether the runs do not agree."""
-        return len(set(self.values)) > 1
+    differs: bool
+    """Whether the runs do not agree."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,8 @@ class Run:
         """What a row is."""
         if row.cell.engine != OWN:
             return "peer"
-        return "plain" if row.cell == row.cell.plain else "best" if row is self.head.best else "own"
+        best = row is self.head.best and self.head.sure
+        return "plain" if row.cell == row.cell.plain else "best" if best else "own"
 
     def row(self, cell: Cell) -> CellFigures | None:
         """The figures of a cell, if it has answers."""
@@ -137,7 +136,7 @@ def _run(results: Results, key: str, name: str) -> Run:
         tuple(sorted(everything, key=lambda f: (f.cell.temperature, -f.throughput))),
         tuple(sorted({f.category for f in results.figures} - {""})),
         {(f.cell, f.category): f for f in results.figures},
-        tuple(cell for cell in results.cells if cell not in answered),
+        tuple(cell for cell in results.cells if cell not in answered and cell.engine not in results.absent),
     )
 
 
@@ -150,20 +149,27 @@ def _settings(runs: Sequence[Mapping[str, Any]]) -> tuple[Setting, ...]:
     """All settings of these runs; those that differ come first."""
     flat = [dict(_flat(each)) for each in runs]
     names = dict.fromkeys(name for each in flat for name in each)
-    found = [Setting(name, tuple(each.get(name, NONE) for each in flat)) for name in names]
+    found = []
+    for name in names:
+        values = [each.get(name) for each in flat]
+        found.append(Setting(name, tuple(map(_said, values)), any(value != values[0] for value in values)))
     return tuple(sorted(found, key=lambda setting: not setting.differs))
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """A name and a text for each thing that is in there."""
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """A name and a value for each thing that is in there."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _flat(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        yield name, ", ".join(_said(item) for item in value) or NONE
     else:
-        yield name, _said(value)
+        yield name, value
 
 
 def _said(value: Any) -> str:
+    """A value in words."""
+    if isinstance(value, (list, tuple)):
+        texts = [_said(item) for item in value]
+        if len(texts) > _LONG:
+            texts = [f"{len(texts)}: {texts[0]}", *texts[1 : _LONG // 2], "…", *texts[-_LONG // 2 :]]
+        return ", ".join(texts) or NONE
     return ("yes" if value else "no") if isinstance(value, bool) else NONE if value is None else str(value)
