@@ -56,19 +56,21 @@ steps = st.lists(st.sampled_from([0.0, 0.05, 0.2, 1.0]), min_size=12, max_size=1
 
 
 @given(scored_trees(), steps)
-def test_no_other_nodes_gain_more_whatever_the_shape_of_the_curve(draft: Draft, extra: list[float]) -> None:
+def test_no_other_nodes_have_a_better_ratio_whatever_the_shape_of_the_curve(draft: Draft, extra: list[float]) -> None:
     seconds = list(itertools.accumulate(extra, initial=1.0))
-    controller = Controller(curve(*seconds))
-    rate = controller.rate(0)
-    choice = controller.choose([draft], 0)
+    choice = Controller(curve(*seconds)).choose([draft], 0)
 
-    def gain(nodes: Sequence[int]) -> float:
-        return sum(draft.scores[node] for node in nodes) - rate * (seconds[len(nodes)] - seconds[0])
+    def promised(nodes: Sequence[int]) -> float:
+        return sum(draft.scores[node] for node in nodes)
+
+    def ratio(nodes: Sequence[int]) -> float:
+        return (1 + promised(nodes)) / seconds[len(nodes)]
 
     every = [n for r in range(len(draft) + 1) for n in itertools.combinations(range(len(draft)), r)]
-    assert closed(draft, choice.kept[0])
-    assert gain(choice.kept[0]) == pytest.approx(max(gain(nodes) for nodes in every if closed(draft, nodes)))
-    assert choice.gain == pytest.approx(gain(choice.kept[0]))
+    kept = choice.kept[0]
+    assert closed(draft, kept)
+    assert ratio(kept) == pytest.approx(max(ratio(nodes) for nodes in every if closed(draft, nodes)))
+    assert choice.gain == pytest.approx(promised(kept) - ratio(kept) * (seconds[len(kept)] - seconds[0]))
 
 
 def test_where_no_node_pays_the_round_is_plain() -> None:
@@ -93,14 +95,24 @@ def test_in_a_batch_nodes_go_to_whoever_gains_most() -> None:
     assert Controller(costs).choose([sure, sure], 0).kept[0] == [0, 1]
 
 
-def test_more_tokens_per_second_make_seconds_dearer() -> None:
+def test_a_fast_run_of_rounds_takes_nothing_from_the_next_one() -> None:
+    """Copying is over and plain steps are slow again: what pays against these pays, whatever the mean was."""
     controller = Controller(curve(*[1 + 0.3 * n for n in range(16)]))
     draft = replace(Draft.chain([5]), scores=(0.4,))
     assert controller.choose([draft], 0).kept == [[0]]
     for _ in range(50):
         controller.choose([replace(Draft.chain([5, 6]), scores=(1.0, 1.0))], 0)
         controller.learn(3, 2.0, 2, 3, 0.0)
-    assert controller.choose([draft], 0).kept == [[]]
+    assert controller.choose([draft], 0).kept == [[0]]
+
+
+def test_a_running_rate_above_plain_makes_asking_dearer() -> None:
+    controller = Controller(curve(*[1 + 0.3 * n for n in range(16)]))
+    before = controller.rate(0)
+    for _ in range(50):
+        controller.choose([replace(Draft.chain([5, 6]), scores=(1.0, 1.0))], 0)
+        controller.learn(3, 2.0, 2, 3, 0.0)
+    assert controller.rate(0) > 1.5 * before
 
 
 def test_promises_that_are_not_kept_are_believed_less() -> None:

@@ -31,11 +31,15 @@ class Choice(NamedTuple):
 class Controller:
     """The stopping rule, for one workload.
 
-    With R the running tokens per second, a node is worth verifying if its path probability is at least R times the
-    seconds that it adds (Dinkelbach's rule for the best ratio of tokens to seconds). Path probabilities fall along a
-    path, so nodes in their order are closed under parents. As measured costs have steps, the nodes that are kept are
-    those up to the largest total gain, not up to the first that does not pay by itself. If there is none, the round is
-    a plain step. In a batch one forward serves all requests, so one order goes over the nodes of all of them.
+    With R tokens per second, a node is worth verifying if its path probability is at least R times the seconds that it
+    adds (Dinkelbach's rule for the best ratio of tokens to seconds). R is the best ratio that the round at hand allows:
+    where text is copied the next round will copy, too, so tokens come cheaper there than in the mean of all rounds.
+    Whom to ask, and whether to run a draft model, is decided before the round, by the running rate.
+
+    Path probabilities fall along a path, so nodes in their order are closed under parents. As measured costs have
+    steps, the nodes that are kept are those up to the largest total gain, not up to the first that does not pay by
+    itself. If there is none, the round is a plain step. In a batch one forward serves all requests, so one order goes
+    over the nodes of all of them.
 
     Nodes that were *drawn* from a distribution q are never left out: whether a node is kept would depend on the token
     that was drawn, and then q is no longer the law it was drawn from, which bends the output. Of such drafts only the
@@ -82,8 +86,9 @@ class Controller:
             for node, score in enumerate(draft.scores)
         ]
         offers.sort(key=lambda offer: -offer[0])  # stable: parents stay before children of the same probability
-        rate = self.rate(context)
-        count, gain, cost = self._most_gain([score for score, _, _ in offers], base, sequences, context, rate)
+        scores = [score for score, _, _ in offers]
+        rate = self._rate_here(scores, base, sequences, context, draft_seconds)
+        count, gain, cost = self._most_gain(scores, base, sequences, context, rate)
         self.price = cost / count if count else 0.0
         count = self._explored(count, len(offers))
         kept: list[list[int]] = [list(range(len(d))) if fixed else [] for d, fixed in zip(drafts, drawn, strict=True)]
@@ -139,6 +144,19 @@ class Controller:
         self._promised = self._promised * fade + promised
         self._kept_promises = self._kept_promises * fade + accepted
         self._accept_seconds = robust_mean(self._accept_seconds, accept_seconds / rows, self._rounds)
+
+    def _rate_here(
+        self, scores: Sequence[float], base: int, sequences: int, context: int, draft_seconds: float
+    ) -> float:
+        """The best ratio of tokens to seconds that this round can have: R, as long as the text goes on like this."""
+        tokens, best, trust = float(sequences), 0.0, self.trust
+        rows = sequences + base
+        forwards = self._forwards(sequences, rows + len(scores), context)
+        for number, score in enumerate([0.0, *scores]):
+            tokens += trust * score
+            seconds = forwards[rows + number - 1] + (rows + number) * self._accept_seconds + draft_seconds
+            best = max(best, tokens / seconds)
+        return best
 
     def _most_gain(
         self, scores: Sequence[float], base: int, sequences: int, context: int, rate: float
