@@ -48,27 +48,26 @@ class Server:
         Raises:
             PeerError: There is no such server or page, or it took too long.
         """
-        with self._asked("GET", path, None, timeout) as (response, _):
+        with self._asked("GET", path, None, timeout) as response:
             return response.read().decode(errors="replace")
 
     def stream(self, path: str, body: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
         """The events of an answer as they come.
 
         Raises:
-            PeerError: The server refuses, breaks off, sends what is no event, or takes longer than `timeout` in all.
+            PeerError: The server refuses, breaks off, sends what is no event, says nothing for `timeout` seconds, or
+                still goes on then.
         """
         deadline = time.monotonic() + timeout
-        with self._asked("POST", path, body, timeout) as (response, connection):
+        with self._asked("POST", path, body, timeout) as response:
             while line := response.readline():
                 name, _, data = line.decode(errors="replace").strip().partition(":")
                 if name == "data" and data.strip() == "[DONE]":
                     return
                 if name == "data":
                     yield self._event(data)
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if time.monotonic() > deadline:
                     raise TimeoutError
-                connection.settimeout(left)
 
     def _event(self, data: str) -> dict[str, Any]:
         try:
@@ -84,8 +83,8 @@ class Server:
     @contextmanager
     def _asked(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float
-    ) -> Iterator[tuple[http.client.HTTPResponse, Any]]:
-        """The response to a request, if it is a good one, and the socket that it comes from."""
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The response to a request, if it is a good one."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         assert parts.hostname is not None
@@ -95,12 +94,11 @@ class Server:
             headers["Authorization"] = f"Bearer {self.api_key}"
         try:
             connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
-            socket = connection.sock  # the connection forgets it if the server will close it
             with connection.getresponse() as response:
                 if response.status != 200:
                     text = response.read().decode(errors="replace")
                     raise PeerError(f"{self.url} refused {path} with status {response.status}: {_message(text)}")
-                yield response, socket
+                yield response
         except TimeoutError as error:
             raise PeerError(f"{self.url} took longer than {timeout:g} s for {path}.") from error
         except (OSError, http.client.HTTPException) as error:

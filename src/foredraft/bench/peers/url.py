@@ -101,7 +101,10 @@ class UrlPeer(Peer):
         before = self._metrics(known.server)
         received = _Received(time.perf_counter())
         for event in known.server.stream(path, body, self.options.timeout):
-            received.take(event)
+            try:
+                received.take(event)
+            except (AttributeError, TypeError) as error:
+                raise PeerError(f"{known.server.url} sent an event that is not of OpenAI's form: {event}.") from error
         if received.finish is None:
             raise PeerError(f"{known.server.url} ended its answer without a reason for the end: it broke off.")
         ids = self._ids(received)

@@ -31,7 +31,6 @@ def _private_channels() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    sys.stdout = sys.stderr
     return requests, replies
 
 
