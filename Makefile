@@ -16,11 +16,11 @@ RUN := .venv/bin/python
 demo: .venv/installed  ## generate with and without speculation on a real model
 	@$(RUN) -m foredraft generate smollm2-135m --compare --color always --max-tokens 160 "$$(cat docs/demo-prompt.txt)"
 
-test: .venv/installed  ## the whole suite
-	$(RUN) -m pytest
+test: .venv/installed  ## the whole suite, in two processes
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 check: .venv/installed  ## what the project asks of every change
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile

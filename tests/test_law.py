@@ -33,7 +33,7 @@ from foredraft.errors import InvalidInputError
 from foredraft.generation import Request
 from foredraft.proposers.ngram import NGram
 from foredraft.randomness import KeyedSource, RandomSource, TorchSource
-from foredraft.sampling import AllowedTokens, SamplingLaw
+from foredraft.sampling import AllowedTokens, SamplingLaw, one_hot_argmax
 from foredraft.text import word_ids
 from foredraft.tree import paths
 from foredraft.types import Completion, Draft, SamplingParams, TokenEvent
@@ -217,11 +217,16 @@ def test_rows_are_distributions_and_depend_on_their_own_path_alone(
     words = BAD_WORDS if masked else ()
     law = SamplingLaw(params, prompt_length=len(PROMPT), stop_tokens=STOP, bad_words=words)
     rows = logits(seed)
-    p = law(HISTORY, TREE, rows)
+
+    def distributions(history: Sequence[int], draft: Draft, rows: Tensor) -> Tensor:
+        found = law(history, draft, rows)
+        return one_hot_argmax(found).double() if law.greedy else found  # of greedy rows only the argmax counts
+
+    p = distributions(HISTORY, TREE, rows)
     assert p.dtype == torch.float64 and not p.isnan().any() and (p >= 0).all()
     assert torch.allclose(p.sum(-1), torch.ones(len(rows), dtype=torch.float64), atol=1e-12)
     for row in reachable_rows(p):
-        alone = law(node_histories()[row], Draft(), rows[row : row + 1])
+        alone = distributions(node_histories()[row], Draft(), rows[row : row + 1])
         assert torch.equal(alone[0], p[row])
 
 

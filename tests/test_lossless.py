@@ -48,10 +48,10 @@ MATRIX: list[Row] = list(itertools.product(DRAFTERS, BACKENDS, RULES))
 
 
 def fits(row: Row) -> bool:
-    """Whether the rule is made for what the drafter drafts."""
+    """Whether the rule is made for what the drafter drafts; `auto` drafts chains where there must be no trees."""
     drafter, _, name = row
     rule, kind = RULES[name], DRAFTERS[drafter]
-    return rule.greedy or (rule.draws >= kind.draws and rule.trees >= kind.trees)
+    return rule.greedy or (rule.draws >= kind.draws and (rule.trees >= kind.trees or drafter == "auto"))
 
 
 # The tables are complete
