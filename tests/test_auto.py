@@ -13,6 +13,7 @@ import pytest
 import foredraft
 from foredraft import calibration
 from foredraft.acceptance import RULES
+from foredraft.arms import Turn
 from foredraft.backends.base import Backend
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.costs import CostCurve, Costs
@@ -111,6 +112,13 @@ def test_where_a_row_costs_as_much_as_a_step_nothing_is_drafted(target: Transfor
     assert stats.drafted <= 2  # certainties
     assert stats.plain_rounds >= stats.target_forwards - 2
     assert backend.forwards == stats.target_forwards
+
+
+def test_what_tune_saw_is_expected_until_more_is_known(target: TransformersBackend) -> None:
+    costs = cheap_rows()
+    costs.acceptance["ngram"] = 0.25
+    arms = Auto([NGram(), DRAFTER_MAKERS["suffix"](target, 0.1)], costs).arms
+    assert Turn(arms["ngram"]).per_token == 0.25 < Turn(arms["suffix"]).per_token
 
 
 def test_what_pays_is_drafted_and_seen_in_the_figures(target: TransformersBackend) -> None:

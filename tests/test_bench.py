@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.bench import runner
+from foredraft.bench import methods, runner
 from foredraft.bench.methods import OwnMethod
 from foredraft.bench.peers import Peer, PeerError, PeerRequest, PeerSpec
 from foredraft.bench.plan import Plan, cells_of
@@ -119,7 +119,7 @@ def test_forwards_and_tokens_agree_with_an_independent_count(
 ) -> None:
     """Counted by a backend around the target, and by the tokenizer's ids of the text."""
     seen: list[CountingBackend] = []
-    load = runner._OnceLoader.model
+    load = methods.OnceLoader.model
 
     def counted(self: Any, reference: str) -> Any:
         if not seen:
@@ -128,7 +128,7 @@ def test_forwards_and_tokens_agree_with_an_independent_count(
             self.found = seen[0], tokenizer, files
         return self.found
 
-    monkeypatch.setattr(runner._OnceLoader, "model", counted)
+    monkeypatch.setattr(methods.OnceLoader, "model", counted)
     counts: list[tuple[int, int]] = []
     answer = OwnMethod.answer
 

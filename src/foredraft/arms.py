@@ -27,6 +27,8 @@ class Arm:
     name: str
     costly: bool
     """Whether it runs a model: then it is asked for as many tokens as pay, if any."""
+    usual: float = UNSCORED
+    """Acceptance of its tokens before anything was seen here: what `tune` found, if it did."""
     asking: float = 0.0
     watching: float = 0.0
     """Seconds of a draft, and of learning from a verification; robust to interruptions."""
@@ -109,7 +111,7 @@ class Turn:
     @property
     def per_token(self) -> float:
         """The chance of each token that it would draft now, by what it had right lately after runs like this one."""
-        estimate = UNSCORED
+        estimate = self.arm.usual
         for records, key in product((self.arm.record, self._record), (_ALL, self.context)):
             if key in records:
                 estimate = records[key].share(estimate, _USUAL_TOKENS)

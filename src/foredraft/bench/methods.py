@@ -15,8 +15,8 @@ from foredraft.bench.peers import Peer, PeerRequest
 from foredraft.bench.peers.memory import peak, reset_peak
 from foredraft.bench.records import Cell, Rounds, Turn
 from foredraft.errors import ModelError
-from foredraft.loading import Loader, parse_drafter
-from foredraft.models import ModelFiles
+from foredraft.loading import EngineChoice, Loader, parse_drafter
+from foredraft.models import ModelFiles, Notify
 from foredraft.proposers.base import Drafter
 from foredraft.types import FinishEvent, RoundEvent, SamplingParams
 
@@ -121,14 +121,27 @@ class PeerMethod(Method):
         return turn
 
 
+class OnceLoader(Loader):
+    """Loads each model once, however many cells draft with it."""
+
+    def __init__(self, cache: Path | None, engine: EngineChoice, notify: Notify) -> None:
+        super().__init__(cache, engine, notify)
+        self._loaded: dict[str, tuple[Backend, PreTrainedTokenizerBase, ModelFiles]] = {}
+
+    def model(self, reference: str) -> tuple[Backend, PreTrainedTokenizerBase, ModelFiles]:
+        """See `Loader`."""
+        if reference not in self._loaded:
+            self._loaded[reference] = super().model(reference)
+        return self._loaded[reference]
+
+
 class Own:
     """foredraft's methods over one target. Draft models are loaded once, drafters that learn are made anew."""
 
-    def __init__(
-        self, loader: Loader, target: Backend, tokenizer: PreTrainedTokenizerBase, files: ModelFiles | None
-    ) -> None:
-        self._loader, self.target, self.tokenizer, self._files = loader, target, tokenizer, files
-        self._plain = Model(target, tokenizer, None, files=files)
+    def __init__(self, model: str, loader: Loader) -> None:
+        self._loader = loader
+        self.target, self.tokenizer, self.files = loader.model(model)
+        self._plain = Model(self.target, self.tokenizer, None, files=self.files)
         self._drafters: dict[str, Drafter | None] = {}  # that keep nothing from one answer to the next
 
     def encode(self, messages: Sequence[Mapping[str, str]], *, raw: bool) -> tuple[int, ...]:
@@ -149,11 +162,11 @@ class Own:
         """
         drafter = self._drafter(cell.drafter)
         options: dict[str, Any] = {"draft_tokens": cell.draft_tokens, "rule": cell.rule or None}
-        return OwnMethod(Model(self.target, self.tokenizer, drafter, **options, files=self._files), memory)
+        return OwnMethod(Model(self.target, self.tokenizer, drafter, **options, files=self.files), memory)
 
     def _drafter(self, name: str) -> Drafter | None:
         if name not in self._drafters:
-            drafter = self._loader.drafter(parse_drafter(name), self.target, self.tokenizer, self._files)
+            drafter = self._loader.drafter(parse_drafter(name), self.target, self.tokenizer, self.files)
             if drafter is not None and (drafter.learns or drafter.costs is not None):
                 return drafter
             self._drafters[name] = drafter

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from foredraft.backends.base import Backend
-from foredraft.bench.methods import Method, Own, PeerMethod, Prompt
+from foredraft.bench.methods import Method, OnceLoader, Own, PeerMethod, Prompt
 from foredraft.bench.peers import PeerError, PeerOptions, open_peer
 from foredraft.bench.plan import Plan
 from foredraft.bench.provenance import provenance_of
@@ -26,13 +25,11 @@ from foredraft.bench.workloads import Item, Workload
 from foredraft.calibration import calibrate
 from foredraft.costs import CostCurve
 from foredraft.errors import InvalidInputError
-from foredraft.loading import Loader, cache_folder, stop_tokens
-from foredraft.models import ModelFiles, Notify
+from foredraft.loading import cache_folder, stop_tokens
+from foredraft.models import Notify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from transformers import PreTrainedTokenizerBase
 
 _WARM_UP = "Good morning."
 _WARM_TOKENS = 8
@@ -51,18 +48,6 @@ class Step(NamedTuple):
     item: str
     seconds_left: float | None
     """As the answers so far promise; `None` before there is one."""
-
-
-class _OnceLoader(Loader):
-    """Loads each model once, however many cells draft with it."""
-
-    def model(self, reference: str) -> tuple[Backend, PreTrainedTokenizerBase, ModelFiles]:
-        if not hasattr(self, "_loaded"):
-            self._loaded: dict[str, Any] = {}
-        if reference not in self._loaded:
-            self._loaded[reference] = super().model(reference)
-        found: tuple[Backend, PreTrainedTokenizerBase, ModelFiles] = self._loaded[reference]
-        return found
 
 
 def run(
@@ -94,14 +79,12 @@ def run(
         _refuse_another(kept, plan, folder)
     elif folder.is_dir() and any(folder.iterdir()):
         raise InvalidInputError(f"{folder} has files, and none of a run: give a new folder, or an empty one.")
-    loader = _OnceLoader(cache, plan.engine, notify)
-    target, tokenizer, files = loader.model(plan.model)
-    own = Own(loader, target, tokenizer, files)
+    own = Own(plan.model, OnceLoader(cache, plan.engine, notify))
     for cell in plan.cells:
         if cell.engine == OWN:
             own.method(cell)  # what does not fit is told before anything is measured
     notify("Noting versions, machine and the model's hash")
-    provenance = {**provenance_of(target, files), "workload_sha256": plan.workload.sha256}
+    provenance = {**provenance_of(own.target, own.files), "workload_sha256": plan.workload.sha256}
     if kept is not None and kept.provenance.get("model_sha256") != provenance["model_sha256"]:
         raise InvalidInputError(f"{folder} has a run over another {plan.model}, by its hash: give another folder.")
     begun = kept or Results(folder.resolve().name, plan.settings(), provenance, plan.cells)

@@ -13,7 +13,7 @@ from foredraft.backends.base import Backend
 from foredraft.controller import Controller
 from foredraft.costs import Costs
 from foredraft.errors import UnsupportedError
-from foredraft.estimates import Calibration
+from foredraft.estimates import UNSCORED, Calibration
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.proposers.hybrid import Joint, JointProposer, Node, likeliest, merge
 from foredraft.proposers.ngram import NGram
@@ -71,7 +71,10 @@ class Auto(Joint):
         self.costs: Costs = costs
         self.clock = clock
         self.controller = Controller(costs)
-        self.arms = {part.name: Arm(part.name, part.draws is not Draws.POINT) for part in self.parts}
+        self.arms = {
+            part.name: Arm(part.name, part.draws is not Draws.POINT, costs.acceptance.get(part.name, UNSCORED))
+            for part in self.parts
+        }
         self.rounds = self.plain_rounds = 0
         self.deciding = 0.0
         """Seconds of a round in which drafts were asked for, without what the parts took; robust to interruptions."""
