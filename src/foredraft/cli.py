@@ -23,6 +23,21 @@ from rich.text import Text
 from foredraft import __version__
 from foredraft.checks import require
 from foredraft.cli_bench import bench
+from foredraft.cli_options import (
+    BackendOption,
+    DeviceOption,
+    DrafterOption,
+    DraftTokensOption,
+    DtypeOption,
+    KvOption,
+    ModelArgument,
+    NoChatOption,
+    PromptArgument,
+    RuleOption,
+    ThreadsOption,
+    VerboseOption,
+    WeightsOption,
+)
 from foredraft.cli_report import report
 from foredraft.cli_theory import theory
 from foredraft.errors import ForedraftError, InvalidInputError
@@ -57,43 +72,6 @@ app.add_typer(models_app, name="models")
 app.command()(bench)
 app.command()(report)
 app.command()(theory)
-
-# Arguments and options that several commands have.
-ModelArgument = Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")]
-PromptArgument = Annotated[str, typer.Argument(help="The prompt, or - to read it from standard input.")]
-DrafterOption = Annotated[
-    str,
-    typer.Option(
-        help="What drafts: none, ngram, suffix, recycling, lookahead, draft:REF, early_exit:L, layer_skip[:FILE], "
-        "self_quant, hybrid:A+B, auto[:A+B]. REF is a model; hybrid and auto join others, as in "
-        "auto:suffix+draft:REF; auto measures what forwards cost, and drafts only what pays."
-    ),
-]
-DraftTokensOption = Annotated[
-    int | None, typer.Option(help="Most tokens to draft a round, 0 to 64; the default suits the drafter.")
-]
-RuleOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Acceptance rule: seed-exact, block, token; for trees also walk, recursive, hu, traversal. The default "
-        "suits the drafter."
-    ),
-]
-NoChatOption = Annotated[bool, typer.Option("--no-chat", help="Continue the prompt as it is, without chat template.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-DtypeOption = Annotated[
-    str, typer.Option(help="For transformers: auto (float32 on a CPU), float32, bfloat16 or float16.")
-]
-BackendOption = Annotated[
-    str,
-    typer.Option(help="auto, native (the fast one, on a CPU) or transformers. -v says what auto took, and why."),
-]
-WeightsOption = Annotated[
-    str, typer.Option(help="For native: auto (as stored), f32, bf16 or q8 (8 bits; changes the model a little).")
-]
-KvOption = Annotated[str, typer.Option(help="For native: keys and values in f32, or bf16 (half the memory).")]
-ThreadsOption = Annotated[int | None, typer.Option(help="For native; the default is the number of physical cores.")]
-VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

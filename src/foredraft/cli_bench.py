@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
+from foredraft.cli_options import (
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    KvOption,
+    ModelArgument,
+    ThreadsOption,
+    WeightsOption,
+)
 from foredraft.errors import InvalidInputError
+from foredraft.terminal import figures_table
 
 if TYPE_CHECKING:
     from foredraft.bench.figures import CellFigures
@@ -27,7 +36,7 @@ _EVERY = 20  # answers between two lines of progress where there is no terminal
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")],
+    model: ModelArgument,
     workload: Annotated[
         str, typer.Option(help="'bundled', or a file: Spec-Bench, HumanEval, GSM8K, ShareGPT, chat JSONL, plain lines.")
     ] = "bundled",
@@ -61,12 +70,12 @@ def bench(
     out: Annotated[Path, typer.Option(help="Folder of the run; one that was broken off is gone on with.")] = Path(
         "bench"
     ),
-    backend: Annotated[str, typer.Option(help="auto, native (the fast one, on a CPU) or transformers.")] = "auto",
-    weights: Annotated[str, typer.Option(help="For native: auto (as stored), f32, bf16 or q8.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="For native; the default is all physical cores.")] = None,
-    kv: Annotated[str, typer.Option(help="For native: keys and values in f32 or bf16.")] = "f32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="For transformers: auto, float32, bfloat16 or float16.")] = "auto",
+    backend: BackendOption = "auto",
+    weights: WeightsOption = "auto",
+    threads: ThreadsOption = None,
+    kv: KvOption = "f32",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Measure every method on one workload, against plain decoding in the same run, and write a report.
 
@@ -164,9 +173,9 @@ def _show(console: Console, results: Results) -> None:
 
     rows = [_row(figures) for figures in results.figures if not figures.category]
     columns = list(rows[0]) if console.width >= _WIDE else [name for name in rows[0] if name not in _SPARED]
-    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = figures_table(*columns)
     for column in table.columns:
-        column.no_wrap, column.justify = True, "right"
+        column.no_wrap = True
     table.columns[0].justify = "left"
     for row in rows:
         table.add_row(*(row[name] for name in columns))

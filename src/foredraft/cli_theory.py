@@ -17,7 +17,7 @@ from rich.text import Text
 
 from foredraft.checks import require
 from foredraft.errors import InvalidInputError
-from foredraft.terminal import progress
+from foredraft.terminal import figures_table, progress
 
 if TYPE_CHECKING:
     from foredraft.bench.limits import Limits
@@ -202,7 +202,7 @@ def _show_theory(console: Console, found: dict[str, Any], verify_curve: Path | N
     table.columns[1].justify = "right"
     console.print(table)
 
-    by_k = _table("K", "tokens", "cost", "speedup", "break-even", "")
+    by_k = figures_table("K", "tokens", "cost", "speedup", "break-even", "")
     for row in found["by_k"]:
         figures = f"{row['expected_tokens']:.2f}", f"{row['cost']:.2f}", f"{row['speedup']:.2f}x"
         mark = "best" if row["k"] == best["k"] else ""
@@ -211,7 +211,7 @@ def _show_theory(console: Console, found: dict[str, Any], verify_curve: Path | N
     console.print(f"\nBy drafted tokens, at {alpha}:\n")
     console.print(by_k)
 
-    by_alpha = _table("acceptance", "tokens", "speedup", "best K", "its speedup")
+    by_alpha = figures_table("acceptance", "tokens", "speedup", "best K", "its speedup")
     for row in found["by_alpha"]:
         figures = f"{row['expected_tokens']:.2f}", f"{row['speedup']:.2f}x", str(row["best"]["k"])
         style = "bold" if row["alpha"] == found["alpha"] else None
@@ -241,18 +241,11 @@ def _show_machine(console: Console, found: dict[str, Any]) -> None:
     console.print(table)
     if "model" not in found:
         return
-    wide = _table("acceptance", "K", "tokens/s at the limit")
+    wide = figures_table("acceptance", "K", "tokens/s at the limit")
     for row in found["speculative"]:
         wide.add_row(percent(row["alpha"]), str(row["k"]), f"{row['tokens_per_second']:,.1f}")
     console.print("\nWith the best number of drafted tokens, and drafts that cost nothing:\n")
     console.print(wide)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column in table.columns:
-        column.justify = "right"
-    return table
 
 
 def _rate(break_even: float | None) -> str:

@@ -124,7 +124,7 @@ def show_model(console: Console, facts: ModelFacts) -> None:
 def show_tuning(console: Console, found: Tuning) -> None:
     """The curve with its bars, by context and batch, how the drafters did, and what to do."""
     curve, context = found.costs.curve, found.context
-    table = _table("rows n", "ms", "v(n)", "break-even", "")
+    table = figures_table("rows n", "ms", "v(n)", "break-even", "")
     longest = curve.seconds(curve.rows[-1], context)
     for n in curve.rows:
         seconds, cost = curve.seconds(n, context), curve.v(n, context)
@@ -152,7 +152,7 @@ def show_tuning(console: Console, found: Tuning) -> None:
 def _by_context(found: Tuning) -> Table:
     """The costs in plain steps of the same batch, by batch, context and rows of each sequence."""
     rows = [n for n in (2, 4, 8, 16, 32) if n in found.costs.curve.rows]
-    table = _table("sequences", "context", *(f"v({n})" for n in rows))
+    table = figures_table("sequences", "context", *(f"v({n})" for n in rows))
     for size, curve in found.costs.curves.items():
         for context in curve.contexts:
             steps = (f"{curve.v(size * n, context):.2f}" if size * n in curve.rows else "" for n in rows)
@@ -161,7 +161,7 @@ def _by_context(found: Tuning) -> Table:
 
 
 def _trials(found: Tuning) -> Table:
-    table = _table("drafter", "accepted", "per forward", "draft ms", "timed", "best", "with")
+    table = figures_table("drafter", "accepted", "per forward", "draft ms", "timed", "best", "with")
     table.columns[0].justify, table.columns[0].no_wrap = "left", True
     for t in found.trials:
         rate = "–" if t.acceptance_rate is None else f"{t.acceptance_rate:.0%}"
@@ -170,7 +170,8 @@ def _trials(found: Tuning) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
+def figures_table(*columns: str) -> Table:
+    """A table without lines, its columns set to the right."""
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in table.columns:
         column.justify = "right"

@@ -1,0 +1,43 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ModelArgument = Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")]
+PromptArgument = Annotated[str, typer.Argument(help="The prompt, or - to read it from standard input.")]
+DrafterOption = Annotated[
+    str,
+    typer.Option(
+        help="What drafts: none, ngram, suffix, recycling, lookahead, draft:REF, early_exit:L, layer_skip[:FILE], "
+        "self_quant, hybrid:A+B, auto[:A+B]. REF is a model; hybrid and auto join others, as in "
+        "auto:suffix+draft:REF; auto measures what forwards cost, and drafts only what pays."
+    ),
+]
+DraftTokensOption = Annotated[
+    int | None, typer.Option(help="Most tokens to draft a round, 0 to 64; the default suits the drafter.")
+]
+RuleOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Acceptance rule: seed-exact, block, token; for trees also walk, recursive, hu, traversal. The default "
+        "suits the drafter."
+    ),
+]
+NoChatOption = Annotated[bool, typer.Option("--no-chat", help="Continue the prompt as it is, without chat template.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="For transformers: auto (float32 on a CPU), float32, bfloat16 or float16.")
+]
+BackendOption = Annotated[
+    str,
+    typer.Option(help="auto, native (the fast one, on a CPU) or transformers. -v says what auto took, and why."),
+]
+WeightsOption = Annotated[
+    str, typer.Option(help="For native: auto (as stored), f32, bf16 or q8 (8 bits; changes the model a little).")
+]
+KvOption = Annotated[str, typer.Option(help="For native: keys and values in f32, or bf16 (half the memory).")]
+ThreadsOption = Annotated[int | None, typer.Option(help="For native; the default is the number of physical cores.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")]
