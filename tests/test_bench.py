@@ -257,6 +257,17 @@ def test_a_peer_that_cannot_start_is_named_and_the_rest_goes_on(plan: Plan, tmp_
     assert {m.cell for m in results.measurements} == {"none"}
 
 
+def test_a_peer_that_is_there_when_a_run_goes_on_is_asked_then(plan: Plan, tmp_path: Path, monkeypatch: Any) -> None:
+    def refuse(*_: Any) -> Peer:
+        raise PeerError("fake: it is not installed")
+
+    cells = cells_of(["none"], peers=[PeerSpec("fake")])
+    for opened in (refuse, lambda *_: FakePeer(options=None)):  # type: ignore[arg-type]
+        monkeypatch.setattr(runner, "open_peer", opened)
+        results = run(replace(plan, cells=cells, repeat=1), tmp_path / "run", cache=tmp_path)
+    assert not results.absent and sum(m.cell == "fake: none" for m in results.measurements) == 4
+
+
 def test_a_peer_that_fails_on_the_way_keeps_its_answers(plan: Plan, tmp_path: Path, monkeypatch: Any) -> None:
     peer = FakePeer(options=None)  # type: ignore[arg-type]
     peer.fails_at = 5  # the first was to warm up, the next three are for two items
@@ -320,6 +331,23 @@ def test_the_command_measures_shows_and_writes(
     assert "4 of 4 answers" in shown.err
     for file in ("report.html", "report.md", "summary.json", "answers.jsonl", "settings.json"):
         assert (tmp_path / "run" / file).stat().st_size > 0
+
+
+def test_who_stops_a_run_is_told_that_nothing_is_lost(
+    tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    answer, asked = OwnMethod.answer, []
+
+    def stop(self: OwnMethod, prompt: Any) -> Turn:
+        asked.append(prompt)
+        if len(asked) == 4:  # two to warm up, one answer
+            raise KeyboardInterrupt
+        return answer(self, prompt)
+
+    monkeypatch.setattr(OwnMethod, "answer", stop)
+    assert bench(tiny_folder, tmp_path / "run", "--drafters", "suffix", "--categories", "chat") == 130
+    assert "The answers so far are kept" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def bench(
         engine=EngineChoice(backend, device, dtype, weights, threads, kv),
         gguf=gguf,
     )
-    with _telling() as (notify, progress):
+    with _telling() as (notify, progress), _saying_what_is_kept(out):
         results = run(plan, out, notify=notify, progress=progress)
         notify("Writing the report")
         write_report([results], out / "report.html", out / "report.md")
@@ -125,6 +125,17 @@ def _number(kind: Callable[[str], T], text: str, name: str) -> T:
         return kind(text)
     except ValueError:
         raise InvalidInputError(f"{name} has '{text}', but must be numbers with commas between.") from None
+
+
+@contextmanager
+def _saying_what_is_kept(folder: Path) -> Iterator[None]:
+    """Whoever stops a run learns that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "The answers so far are kept" if (folder / "answers.jsonl").exists() else "There was no answer yet"
+        typer.echo(f"\n{kept}: give the same command again to go on.", err=True)
+        raise
 
 
 @contextmanager

@@ -139,7 +139,7 @@ class _Runner:
         self.plan, self.folder, self.own, self.results = plan, folder, own, begun
         self.notify, self.progress = notify, progress
         self._measured = list(begun.measurements)
-        self._absent = dict(begun.absent)
+        self._absent: dict[str, str] = {}  # who was absent when a run was broken off may be there now
         self._provenance = dict(begun.provenance)
         self._curves = [begun.curve] if begun.curve is not None else []
         self._seconds: dict[str, list[float]] = defaultdict(list)  # of an item, by cell
@@ -169,7 +169,7 @@ class _Runner:
             cells = [cell for cell in self.plan.cells if cell.engine == engine]
             self.notify(f"Starting {engine}")
             try:
-                peer = open_peer(engine, self._peer_options(engine, cache), self.own.tokenizer)
+                peer = open_peer(engine, self._peer_options(cache), self.own.tokenizer)
                 stack.callback(peer.close)
                 opened = {cell.name: PeerMethod(peer, cell) for cell in cells}
                 for cell in cells:
@@ -181,7 +181,7 @@ class _Runner:
             methods.update(opened)
         return methods
 
-    def _peer_options(self, engine: str, cache: Path) -> PeerOptions:
+    def _peer_options(self, cache: Path) -> PeerOptions:
         choice = self.plan.engine
         items = self.plan.workload.items
         longest = max(len(self._first_prompt(item)) + sum(map(len, item.turns[1:])) for item in items)
