@@ -333,6 +333,15 @@ def test_the_command_measures_shows_and_writes(
         assert (tmp_path / "run" / file).stat().st_size > 0
 
 
+def test_a_terminal_shows_a_bar(
+    tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    assert bench(tiny_folder, tmp_path / "run", "--drafters", "suffix", "--categories", "chat") == 0
+    assert "of 4 answers" in capsys.readouterr().err
+
+
 def test_who_stops_a_run_is_told_that_nothing_is_lost(
     tiny_folder: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

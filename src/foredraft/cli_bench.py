@@ -145,16 +145,16 @@ def _telling() -> Iterator[tuple[Notify, Callable[[Step], None]]]:
     if not console.is_terminal:
         yield (lambda message: console.print(f"{message} …")), _lines(console)
         return
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}")
-    with Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True) as bar:
-        task = bar.add_task("Starting", total=None, completed=0, left="")
+    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[left]}")
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("Starting", total=None, left="")
 
         def notify(message: str) -> None:
             bar.update(task, description=f"{message} …")
 
         def progress(step: Step) -> None:
             described = f"{step.cell}, {step.item}" if step.cell else "Done"
-            bar.update(task, description=described, completed=step.done, total=step.total, left=_left(step))
+            bar.update(task, description=described, completed=step.done, total=step.total, left=_line(step))
 
         yield notify, progress
 
@@ -166,16 +166,17 @@ def _lines(console: Console) -> Callable[[Step], None]:
         nonlocal told
         if step.done - told >= _EVERY or step.done == step.total:
             told = step.done
-            console.print(f"{step.done} of {step.total} answers{', ' if _left(step) else ''}{_left(step)}")
+            console.print(_line(step))
 
     return progress
 
 
-def _left(step: Step) -> str:
+def _line(step: Step) -> str:
+    line = f"{step.done} of {step.total} answers"
     if step.seconds_left is None:
-        return ""
+        return line
     minutes, seconds = divmod(round(step.seconds_left), 60)
-    return f"{minutes} min {seconds:02} s left" if minutes else f"{seconds} s left"
+    return f"{line}, {f'{minutes} min {seconds:02}' if minutes else seconds} s left"
 
 
 def _show(console: Console, results: Results) -> None:
