@@ -15,16 +15,14 @@ from bench_runs import CURVE, PEER, PLAIN, SUFFIX, answer, made, measured, resul
 from foredraft.bench.figures import (
     CellFigures,
     Interval,
-    Position,
     answers_of,
-    by_position,
     figures_of,
     interval,
     promises_same_text,
     ratio,
     throughput_parts,
 )
-from foredraft.bench.records import Cell, Measurement, Turn
+from foredraft.bench.records import Cell, Measurement, Position, Turn, by_position
 from foredraft.metrics import summarize
 from foredraft.types import RoundStats
 

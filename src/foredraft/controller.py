@@ -25,7 +25,7 @@ class Choice(NamedTuple):
 
     kept: list[list[int]]
     gain: float
-    """Tokens that they promise over a plain step, less what their verification costs at the running rate."""
+    """Tokens that they promise over a plain step, less what their verification costs at the ratio of the round."""
 
 
 class Controller:
@@ -87,8 +87,10 @@ class Controller:
         ]
         offers.sort(key=lambda offer: -offer[0])  # stable: parents stay before children of the same probability
         scores = [score for score, _, _ in offers]
-        rate = self._rate_here(scores, base, sequences, context, draft_seconds)
-        count, gain, cost = self._most_gain(scores, base, sequences, context, rate)
+        count, rate = self._best_ratio(scores, base, sequences, context, draft_seconds)
+        without, with_them = (self._forward_seconds(sequences, nodes, context) for nodes in (base, base + count))
+        cost = rate * (with_them - without + count * self._accept_seconds)
+        gain = self.trust * sum(scores[:count]) - cost
         self.price = cost / count if count else 0.0
         count = self._explored(count, len(offers))
         kept: list[list[int]] = [list(range(len(d))) if fixed else [] for d, fixed in zip(drafts, drawn, strict=True)]
@@ -113,7 +115,7 @@ class Controller:
         """
         sequences, rate = self._sequences, self.rate(context)
         others = sorted(others, key=lambda other: -other[0])
-        base, _, _ = self._most_gain([score for score, _ in others], 0, sequences, context, rate)
+        base = self._most_gain([score for score, _ in others], 0, sequences, context, rate)
         covered = [0.0] * len(chances)
         for score, depth in others[:base]:
             if depth <= len(covered):
@@ -145,33 +147,32 @@ class Controller:
         self._kept_promises = self._kept_promises * fade + accepted
         self._accept_seconds = robust_mean(self._accept_seconds, accept_seconds / rows, self._rounds)
 
-    def _rate_here(
+    def _best_ratio(
         self, scores: Sequence[float], base: int, sequences: int, context: int, draft_seconds: float
-    ) -> float:
-        """The best ratio of tokens to seconds that this round can have: R, as long as the text goes on like this."""
-        tokens, best, trust = float(sequences), 0.0, self.trust
+    ) -> tuple[int, float]:
+        """With how many of the likeliest nodes this round has its best ratio of tokens to seconds, and that ratio."""
+        tokens, best, count, trust = float(sequences), 0.0, 0, self.trust
         rows = sequences + base
         forwards = self._forwards(sequences, rows + len(scores), context)
         for number, score in enumerate([0.0, *scores]):
             tokens += trust * score
             seconds = forwards[rows + number - 1] + (rows + number) * self._accept_seconds + draft_seconds
-            best = max(best, tokens / seconds)
-        return best
+            if tokens / seconds > best:
+                best, count = tokens / seconds, number
+        return count, best
 
-    def _most_gain(
-        self, scores: Sequence[float], base: int, sequences: int, context: int, rate: float
-    ) -> tuple[int, float, float]:
-        """How many of the likeliest nodes gain most together, the gain, and what they cost; both in tokens."""
-        gain = best = cost = best_cost = 0.0
+    def _most_gain(self, scores: Sequence[float], base: int, sequences: int, context: int, rate: float) -> int:
+        """How many of the likeliest nodes gain most together at a rate."""
+        gain = best = 0.0
         count, trust = 0, self.trust
         rows = sequences + base
         forwards = self._forwards(sequences, rows + len(scores), context)
         for number, score in enumerate(scores, start=1):
-            extra = rate * (forwards[rows + number - 1] - forwards[rows + number - 2] + self._accept_seconds)
-            gain, cost = gain + trust * score - extra, cost + extra
+            extra = forwards[rows + number - 1] - forwards[rows + number - 2] + self._accept_seconds
+            gain += trust * score - rate * extra
             if gain > best:
-                best, count, best_cost = gain, number, cost
-        return count, best, best_cost
+                best, count = gain, number
+        return count
 
     def _explored(self, count: int, most: int) -> int:
         """Now and then a node more or less: of forwards that never happen nothing is learned about their cost."""

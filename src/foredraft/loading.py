@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "native", "transformers")
 _MOST_THREADS = 1024
-_WITH_HYBRID: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid}
-KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in _WITH_HYBRID.values())))
+DRAFTER_KINDS: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid}
+"""All that can be named, by name."""
+KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in DRAFTER_KINDS.values())))
 
 
 def cache_folder() -> Path:
@@ -100,8 +101,8 @@ def check_memory(folder: str | Path, choice: tuple[str, Any] | None) -> Path:
         InvalidInputError: The path is that of a file.
     """
     name, argument = choice or ("none", None)
-    if not (argument.learns if isinstance(argument, Drafter) else name != "none" and _WITH_HYBRID[name].learns):
-        *others, last = (drafter.usage for drafter in _WITH_HYBRID.values() if drafter.learns)
+    if not (argument.learns if isinstance(argument, Drafter) else name != "none" and DRAFTER_KINDS[name].learns):
+        *others, last = (drafter.usage for drafter in DRAFTER_KINDS.values() if drafter.learns)
         raise UnsupportedError(
             f"Drafter '{name}' learns nothing that a memory could keep. Use {', '.join(others)} or {last}."
         )

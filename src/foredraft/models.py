@@ -69,6 +69,11 @@ class ModelFiles:
     path: Path
 
     @property
+    def weights(self) -> list[Path]:
+        """The files that hold the weights, in order."""
+        return sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
+
+    @property
     def is_gguf(self) -> bool:
         """Whether `path` is a GGUF file rather than a folder."""
         return self.path.suffix == ".gguf"

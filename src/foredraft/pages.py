@@ -51,6 +51,18 @@ def whole_file(path: Path) -> Iterator[Callable[[str], None]]:
         beside.unlink(missing_ok=True)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, if they are not there.
+
+    Raises:
+        InvalidInputError: It cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(f"Cannot make the folder {folder} ({error.strerror}): give another.") from error
+
+
 def _cannot_write(path: Path, error: OSError | RuntimeError) -> InvalidInputError:
     why = getattr(error, "strerror", None) or error
     return InvalidInputError(f"Cannot write {path} ({why}): give a file in a folder that exists and has room.")

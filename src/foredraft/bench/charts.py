@@ -11,7 +11,8 @@ from markupsafe import Markup
 
 from foredraft.bench import forms
 from foredraft.bench.canvas import MARKERS, NARROW, WIDE, Canvas, Legend, Rows, fitted
-from foredraft.bench.figures import Interval, Position, Split
+from foredraft.bench.figures import Interval, Split
+from foredraft.bench.records import Position
 
 SERIES = len(MARKERS)
 """Most methods that a chart tells apart."""

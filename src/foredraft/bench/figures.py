@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.bench.records import OWN, Cell, Measurement, Rounds, Turn
+from foredraft.bench.records import OWN, Cell, Measurement, Position, Rounds, Turn, by_position
 from foredraft.terminal import SAME_TEXT
 
 if TYPE_CHECKING:
@@ -32,18 +32,6 @@ class Interval(NamedTuple):
     value: float
     low: float
     high: float
-
-
-class Position(NamedTuple):
-    """Rounds that judged a draft's token at one depth, and those of them that accepted it."""
-
-    tried: int
-    accepted: int
-
-    @property
-    def rate(self) -> float:
-        """The share accepted."""
-        return self.accepted / self.tried
 
 
 class Spread(NamedTuple):
@@ -148,11 +136,8 @@ def promises_same_text(cell: Cell) -> bool:
 def _usual_rule(drafter: str) -> str:
     """The rule that a drafter has at temperatures above 0 if none is asked for; "" if it is not known here."""
     from foredraft.acceptance import Draws, default_rule  # only sampled cells need to load torch for this
-    from foredraft.proposers import DRAFTERS
-    from foredraft.proposers.base import Drafter
-    from foredraft.proposers.hybrid import Hybrid
+    from foredraft.loading import DRAFTER_KINDS as kinds  # noqa: N811 (a table like a variable)
 
-    kinds: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid}
     name = drafter.partition(":")[0]
     if name == "none":
         return default_rule(Draws.POINT, trees=False).name
@@ -283,21 +268,6 @@ def equal_answers(mine: Answers, other: Answers) -> tuple[int, int]:
     shared = [(turns.turns, other[key].turns) for key, turns in mine.items() if key in other]
     same = [a.ids == b.ids for turns, others in shared for a, b in zip(turns, others, strict=False)]
     return sum(same), len(same) - sum(same)
-
-
-def by_position(rounds: Sequence[Rounds]) -> tuple[Position, ...]:
-    """How often the token at each depth was accepted, of rounds that judged one there.
-
-    A token is judged if all above it were accepted. Where the answer ended within a draft (so that the target added no
-    token), what follows was never judged.
-    """
-    depth, accepted, emitted = (
-        np.array([n for r in rounds for n in getattr(r, name)], dtype=np.int64)
-        for name in ("depth", "accepted", "emitted")
-    )
-    judged = np.minimum(depth, accepted + (emitted > accepted))
-    deepest = int(judged.max(initial=0))
-    return tuple(Position(int((judged >= d).sum()), int((accepted >= d).sum())) for d in range(1, deepest + 1))
 
 
 def _lengths(rounds: Sequence[Rounds]) -> tuple[int, ...]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from foredraft import __version__
 from foredraft.backends.base import Backend
-from foredraft.models import ModelFiles
+from foredraft.models import ModelFiles, sha256_of
 
 _PACKAGES = ("torch", "transformers", "numba", "numpy")
-_CHUNK = 1 << 22  # bytes read at once
 
 
 def provenance_of(target: Backend, files: ModelFiles) -> dict[str, Any]:
@@ -38,22 +35,8 @@ def provenance_of(target: Backend, files: ModelFiles) -> dict[str, Any]:
         "gpu": _gpu(),
         "backend": target.name,
         **{f"backend_{name}": value for name, value in target.conditions().items()},
-        "model_sha256": sha256_of(files.path),
+        "model_sha256": sha256_of(files.weights),
     }
-
-
-def sha256_of(path: Path) -> str:
-    """Of a file; of a folder, of the names and contents of its weights and settings."""
-    kinds = ("*.safetensors", "*.json")
-    files = [path] if path.is_file() else sorted(file for kind in kinds for file in path.glob(kind))
-    digest = hashlib.sha256()
-    for file in files:
-        if path.is_dir():
-            digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            while chunk := stream.read(_CHUNK):
-                digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _versions() -> Iterable[tuple[str, str]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from foredraft.errors import InvalidInputError
 from foredraft.types import RoundStats
@@ -70,6 +72,33 @@ class Rounds:
     def of(cls, rounds: Sequence[RoundStats]) -> Rounds:
         """The columns of these rounds."""
         return cls(**{field.name: tuple(getattr(r, field.name) for r in rounds) for field in fields(cls)})
+
+
+class Position(NamedTuple):
+    """Rounds that judged a draft's token at one depth, and those of them that accepted it."""
+
+    tried: int
+    accepted: int
+
+    @property
+    def rate(self) -> float:
+        """The share accepted."""
+        return self.accepted / self.tried
+
+
+def by_position(rounds: Sequence[Rounds]) -> tuple[Position, ...]:
+    """How often the token at each depth was accepted, of rounds that judged one there.
+
+    A token is judged if all above it were accepted. Where the answer ended within a draft (so that the target added no
+    token), what follows was never judged.
+    """
+    depth, accepted, emitted = (
+        np.array([n for r in rounds for n in getattr(r, name)], dtype=np.int64)
+        for name in ("depth", "accepted", "emitted")
+    )
+    judged = np.minimum(depth, accepted + (emitted > accepted))
+    deepest = int(judged.max(initial=0))
+    return tuple(Position(int((judged >= d).sum()), int((accepted >= d).sum())) for d in range(1, deepest + 1))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from markupsafe import Markup
 
 from foredraft.bench import canvas, charts, forms, sentences
 from foredraft.bench.comparison import MEASURES, clear
-from foredraft.bench.figures import CellFigures, Interval, Position, answers_of
+from foredraft.bench.figures import CellFigures, Interval, answers_of
 from foredraft.bench.markdown import markdown as as_markdown
-from foredraft.bench.records import OWN
+from foredraft.bench.records import OWN, Position
 from foredraft.bench.results import Results
 from foredraft.bench.views import Comparison, Run, page_of
 from foredraft.errors import InvalidInputError

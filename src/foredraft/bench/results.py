@@ -15,7 +15,7 @@ from foredraft.bench.records import Cell, Measurement
 from foredraft.checks import is_integer, is_number
 from foredraft.costs import CostCurve
 from foredraft.errors import InvalidInputError
-from foredraft.pages import whole_file
+from foredraft.pages import make_folder, whole_file
 
 VERSION = 1
 _ROUNDED = 1 + 1e-9  # times that are the same may have been rounded apart
@@ -53,10 +53,7 @@ class Results:
         Raises:
             InvalidInputError: It cannot be written there.
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidInputError(f"Cannot make the folder {folder} ({error.strerror}): give another.") from error
+        make_folder(folder)
         curve = self.curve.to_json() if self.curve is not None else None
         _write_json(folder / SETTINGS, {"foredraft": "bench", "version": VERSION, **self._about(), "curve": curve})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -88,23 +88,25 @@ def run(
     if kept is not None and kept.provenance.get("model_sha256") != provenance["model_sha256"]:
         raise InvalidInputError(f"{folder} has a run over another {plan.model}, by its hash: give another folder.")
     begun = kept or Results(folder.resolve().name, plan.settings(), provenance, plan.cells)
-    runner = _Runner(replace(plan, workload=_fitting(own, plan, notify)), folder, own, begun, notify, progress)
+    fitting, lengths = _fitting(own, plan, notify)
+    runner = _Runner(replace(plan, workload=fitting), lengths, folder, own, begun, notify, progress)
     with ExitStack() as stack:
         return runner.run(runner.open_peers(stack, cache or cache_folder()))
 
 
-def _fitting(own: Own, plan: Plan, notify: Notify) -> Workload:
-    """The items whose first prompt, and an answer, the model's context has room for."""
-    fitting = []
+def _fitting(own: Own, plan: Plan, notify: Notify) -> tuple[Workload, list[int]]:
+    """The items whose first prompt, and an answer, the model's context has room for, and the tokens of each prompt."""
+    fitting, lengths = [], []
     for item in plan.workload.items:
-        ids = own.encode([*_beginning(item), {"role": "user", "content": item.turns[0]}], raw=item.raw)
-        if own.has_room(len(ids)):
+        length = len(own.encode([*_beginning(item), {"role": "user", "content": item.turns[0]}], raw=item.raw))
+        if own.has_room(length):
             fitting.append(item)
+            lengths.append(length)
         else:
-            notify(f"Item {item.id} is left out: its prompt of {len(ids)} tokens does not fit the model's context")
+            notify(f"Item {item.id} is left out: its prompt of {length} tokens does not fit the model's context")
     if not fitting:
         raise InvalidInputError("No item of the workload fits the model's context: give shorter ones.")
-    return replace(plan.workload, items=tuple(fitting))
+    return replace(plan.workload, items=tuple(fitting)), lengths
 
 
 def _refuse_another(kept: Results, plan: Plan, folder: Path) -> None:
@@ -134,28 +136,39 @@ class _Runner:
     """One run from where it stands to its end."""
 
     def __init__(
-        self, plan: Plan, folder: Path, own: Own, begun: Results, notify: Notify, progress: Callable[[Step], None]
+        self,
+        plan: Plan,
+        lengths: Sequence[int],
+        folder: Path,
+        own: Own,
+        begun: Results,
+        notify: Notify,
+        progress: Callable[[Step], None],
     ) -> None:
         self.plan, self.folder, self.own, self.results = plan, folder, own, begun
+        self._lengths = lengths  # tokens of each item's first prompt
         self.notify, self.progress = notify, progress
         self._measured = list(begun.measurements)
         self._absent: dict[str, str] = {}  # who was absent when a run was broken off may be there now
         self._provenance = dict(begun.provenance)
         self._curves = [begun.curve] if begun.curve is not None else []
-        self._seconds: dict[str, list[float]] = defaultdict(list)  # of an item, by cell
+        self._items: Counter[str] = Counter()  # answered, by cell
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # of these
         for m in self._measured:
             self._note_time(m)
 
     def run(self, peers: Mapping[str, PeerMethod]) -> Results:
         """All that is not there yet, then the summary."""
         tasks = self._tasks()
+        left = Counter(task.cell for task in tasks)
         for repetition, group in groupby(tasks, key=lambda task: task.repetition):
             self._measure_costs()
             methods: dict[str, Method] = {**peers, **self._own_methods(repetition)}
             for task in group:
                 if task.cell.engine not in self._absent:
-                    self._progress_at(task, tasks)
+                    self._tell(task, left)
                     self._measure(task, methods[task.cell.name])
+                left[task.cell] -= 1
             shutil.rmtree(self.folder / _MEMORY, ignore_errors=True)
         self.progress(Step(len(self._measured), len(self._measured), "", "", None))
         self._save()
@@ -184,7 +197,8 @@ class _Runner:
     def _peer_options(self, cache: Path) -> PeerOptions:
         choice = self.plan.engine
         items = self.plan.workload.items
-        longest = max(len(self._first_prompt(item)) + sum(map(len, item.turns[1:])) for item in items)
+        prompts = zip(self._lengths, items, strict=True)
+        longest = max(length + sum(map(len, item.turns[1:])) for length, item in prompts)
         turns = max(len(item.turns) for item in items)
         return PeerOptions(
             model=self.plan.model,
@@ -218,9 +232,8 @@ class _Runner:
     def _measure_costs(self) -> None:
         """What forwards cost now, in contexts like those of the answers; of several times the middle is taken."""
         self.notify("Measuring what forwards cost here")
-        lengths = [len(self._first_prompt(item)) for item in self.plan.workload.items]
-        reach = max(lengths) + self.plan.max_tokens
-        contexts = sorted({max(round(median(lengths)), _LEAST_CONTEXT), max(reach, 2 * _LEAST_CONTEXT)})
+        reach = max(self._lengths) + self.plan.max_tokens
+        contexts = sorted({max(round(median(self._lengths)), _LEAST_CONTEXT), max(reach, 2 * _LEAST_CONTEXT)})
         costs = calibrate(self.own.target, rows=_CURVE_ROWS, contexts=contexts, batches=(1,), seconds=_CURVE_SECONDS)
         self._curves.append(costs.curve)
         self._save()
@@ -274,19 +287,20 @@ class _Runner:
             messages = [*messages, {"role": "assistant", "content": turns[-1].text}]
         return tuple(turns)
 
-    def _first_prompt(self, item: Item) -> tuple[int, ...]:
-        return self.own.encode([*_beginning(item), {"role": "user", "content": item.turns[0]}], raw=item.raw)
-
-    def _progress_at(self, task: _Task, tasks: Sequence[_Task]) -> None:
-        """By the mean of each cell so far, and of all where one has none yet."""
-        left = [t.cell.name for t in tasks[tasks.index(task) :] if t.cell.engine not in self._absent]
-        known = {name: fmean(seconds) for name, seconds in self._seconds.items()}
-        seconds = sum(known.get(name, fmean(known.values())) for name in left) if known else None
+    def _tell(self, task: _Task, left: Mapping[Cell, int]) -> None:
+        """How far the run is: time left by the mean of each cell so far, of all where one has none yet."""
+        open_cells = {cell.name: count for cell, count in left.items() if cell.engine not in self._absent}
+        seconds = None
+        if self._items:
+            mean = {name: self._seconds[name] / count for name, count in self._items.items()}
+            usual = fmean(mean.values())
+            seconds = sum(count * mean.get(name, usual) for name, count in open_cells.items())
         done = len(self._measured)
-        self.progress(Step(done, done + len(left), task.cell.name, task.item.id, seconds))
+        self.progress(Step(done, done + sum(open_cells.values()), task.cell.name, task.item.id, seconds))
 
     def _note_time(self, measured: Measurement) -> None:
-        self._seconds[measured.cell].append(sum(turn.seconds for turn in measured.turns))
+        self._items[measured.cell] += 1
+        self._seconds[measured.cell] += sum(turn.seconds for turn in measured.turns)
 
     def _save(self) -> None:
         curve = _middle(self._curves)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.bench.records import Rounds
+from foredraft.bench.records import Rounds, by_position
 from foredraft.checks import is_integer, is_number, require
 from foredraft.costs import CostCurve, Floats
 
@@ -25,7 +25,8 @@ Verify = Callable[[int], float]
 MOST = 1024
 """Most drafted tokens that are reckoned with."""
 _BISECTIONS = 60
-_OFF = 0.10  # an error of which the explanation names the cause
+OFF = 0.10
+"""An error of which the explanation names the cause."""
 
 
 def free(_: int) -> float:
@@ -151,7 +152,7 @@ class Prediction:
     def explanation(self) -> str:
         """Prediction and measurement in a sentence, and what is off most where they are more than 10 % apart."""
         both = f"predicted {self.speedup:.2f}x, measured {self.measured:.2f}x ({self.error:+.0%})"
-        if abs(self.error) <= _OFF:
+        if abs(self.error) <= OFF:
             return both
         other = self.draft_seconds + self.other_seconds
         forwards = math.log((other + self.measured_verify_seconds) / (other + self.verify_seconds))
@@ -214,7 +215,8 @@ def predict(
     for name, value in (("decode_seconds", decode_seconds), ("plain_tpot", plain_tpot)):
         require(name, value, is_number(value) and value > 0, "a number of seconds > 0")
 
-    count, expected = len(all_rounds), float(_expected(all_rounds).sum())
+    rates = _rates(rounds, int(all_rounds.depth.max()))
+    count, expected = len(all_rounds), float(_expected(all_rounds, rates).sum())
     verify, by_curve = all_rounds.verify_seconds[own].sum(), all_rounds.forwards(curve).sum()
     draft = all_rounds.draft_seconds[own].sum()
     other = max(decode_seconds - draft - verify, 0.0)
@@ -271,13 +273,13 @@ class _Columns:
         return found
 
 
-def _expected(rounds: _Columns) -> Floats:
-    """Tokens that each round should emit, `[R]`, by the acceptance at each position and the depth of its draft.
+def _expected(rounds: _Columns, rates: Sequence[float]) -> Floats:
+    """Tokens that each round should emit, `[R]`, by the acceptance rate at each position and the depth of its draft.
 
     Where the answer ended within a draft, what would have been emitted beyond is taken off: so, by Wald's identity, the
     sum is right on average for answers that end wherever they do.
     """
-    reached = np.concatenate([[1.0], np.cumprod(_rates(rounds))])  # that all up to this position are accepted
+    reached = np.concatenate([[1.0], np.cumprod(rates)])  # that all up to this position are accepted
     until = np.cumsum(reached)
     expected: Floats = until[rounds.depth]
     cut = np.flatnonzero(rounds.emitted == rounds.accepted)  # it ended with an accepted token: nothing was drawn
@@ -286,14 +288,7 @@ def _expected(rounds: _Columns) -> Floats:
     return expected
 
 
-def _rates(rounds: _Columns) -> list[float]:
-    """The share accepted at each position, of the rounds that came so far: of unknown ones that of the one before."""
-    most = int(rounds.depth.max())
-    cut = rounds.emitted == rounds.accepted
-    judged = np.minimum(rounds.depth, rounds.accepted + ~cut)  # the last position that was accepted or rejected
-    accepted, tried = (np.bincount(x, minlength=most + 1)[::-1].cumsum()[::-1] for x in (rounds.accepted, judged))
-    rates: list[float] = []
-    for i in range(1, most + 1):
-        unknown = rates[-1] if rates else 0.0
-        rates.append(float(accepted[i] / tried[i]) if tried[i] else unknown)
-    return rates
+def _rates(rounds: Sequence[Rounds], deepest: int) -> list[float]:
+    """The share accepted at each position, of the rounds that came so far: of unknown ones that of the last known."""
+    rates = [position.rate for position in by_position(rounds)]
+    return rates + (rates[-1:] or [0.0]) * (deepest - len(rates))

@@ -13,11 +13,11 @@ from foredraft.bench.figures import CellFigures, Interval
 from foredraft.bench.forms import NONE
 from foredraft.bench.records import OWN, Cell
 from foredraft.bench.results import Results
+from foredraft.bench.theory import OFF
 
 Kind = Literal["best", "own", "plain", "peer"]
 _MOST = 12  # positions of a draft, and tokens of a round, that tables have columns for
 _LONG = 12  # things of a list
-_OFF = 0.10  # an error of a prediction that is explained
 
 
 class Setting(NamedTuple):
@@ -69,7 +69,7 @@ class Run:
     @property
     def off(self) -> list[CellFigures]:
         """Those whose predicted speedup is more than 10 % off."""
-        return [row for row in self.rows if row.prediction is not None and abs(row.prediction.error) > _OFF]
+        return [row for row in self.rows if row.prediction is not None and abs(row.prediction.error) > OFF]
 
     def kind(self, row: CellFigures) -> Kind:
         """What a row is."""

@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from foredraft.errors import InvalidInputError
-from foredraft.pages import render, whole_file
+from foredraft.pages import make_folder, render, whole_file
 from foredraft.proof.verify import Certificate
 
 
@@ -18,10 +17,7 @@ def write(certificate: Certificate, folder: Path) -> tuple[Path, Path]:
     Raises:
         InvalidInputError: They cannot be written there.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInputError(f"Cannot make the folder {folder} ({error.strerror}): give another.") from error
+    make_folder(folder)
     text = json.dumps(_finite(certificate.to_dict()), indent=2, ensure_ascii=False, allow_nan=False)
     record, page = folder / "certificate.json", folder / "certificate.html"
     with whole_file(record) as write_record, whole_file(page) as write_page:

@@ -212,5 +212,4 @@ def _identity(files: ModelFiles | None) -> dict[str, str]:
     """What the user called the model, and sha256 over its weights' files."""
     if files is None:
         return {"reference": "a model in memory", "sha256": "not a file"}
-    weights = [files.path] if files.is_gguf else sorted(files.path.glob("*.safetensors"))
-    return {"reference": files.reference, "sha256": sha256_of(weights)}
+    return {"reference": files.reference, "sha256": sha256_of(files.weights)}

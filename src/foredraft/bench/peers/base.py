@@ -179,6 +179,26 @@ class Peer(ABC):
         return kind, reference
 
 
+class GgufPeer(Peer):
+    """A peer that reads GGUF files, and loads its model anew for each way of drafting."""
+
+    def __init__(self, options: PeerOptions) -> None:
+        super().__init__(options)
+        self._file = options.gguf_file()
+        self._loaded: dict[str, Any] = {}
+
+    @classmethod
+    def missing(cls, options: PeerOptions | None = None) -> str | None:
+        """See `Peer`."""
+        if (missing := super().missing()) is not None or options is None:
+            return missing
+        try:
+            options.gguf_file()
+        except PeerError as error:
+            return str(error)
+        return None
+
+
 class Watch:
     """Follows one answer from the moment it is made: times, tokens, and the target's forwards with what came of them.
 

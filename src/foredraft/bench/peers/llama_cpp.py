@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foredraft.bench.peers.base import Peer, PeerError, PeerOptions, PeerRequest, Watch
+from foredraft.bench.peers.base import GgufPeer, PeerError, PeerRequest, Watch
 from foredraft.bench.records import Turn
 
 _RANDOM_SEED = 2**32 - 1  # to llama.cpp this one means: take any
 
 
-class LlamaCppPeer(Peer):
+class LlamaCppPeer(GgufPeer):
     """A GGUF file under `llama_cpp.Llama`, with the library's defaults but for the context and the threads.
 
     Drafter: `prompt-lookup` (`LlamaPromptLookupDecoding`, 10 tokens if not told). The library would keep the cache of
@@ -21,16 +21,6 @@ class LlamaCppPeer(Peer):
     name = "llama.cpp"
     drafters = ("none", "prompt-lookup")
     package = ("llama_cpp", "foredraft[llama]")
-
-    def __init__(self, options: PeerOptions) -> None:
-        super().__init__(options)
-        self._file = options.gguf_file()
-        self._loaded: dict[str, Any] = {}
-
-    @classmethod
-    def missing(cls, options: PeerOptions | None = None) -> str | None:
-        """See `Peer`."""
-        return super().missing() or missing_gguf(options)
 
     def answer(self, request: PeerRequest) -> Turn:
         """See `Peer`. A forward is a call of `Llama.eval`."""
@@ -84,17 +74,6 @@ class LlamaCppPeer(Peer):
                 verbose=False,
             )
         return self._loaded[kind]
-
-
-def missing_gguf(options: PeerOptions | None) -> str | None:
-    """Why there is no GGUF file for a peer that needs one; `None` if there is, or nothing was told."""
-    if options is None:
-        return None
-    try:
-        options.gguf_file()
-    except PeerError as error:
-        return str(error)
-    return None
 
 
 def refuse_beyond(request: PeerRequest, context: int) -> None:

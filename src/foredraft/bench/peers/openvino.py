@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from foredraft.bench.peers.base import Peer, PeerOptions, PeerRequest, Watch
-from foredraft.bench.peers.llama_cpp import missing_gguf
+from foredraft.bench.peers.base import GgufPeer, PeerOptions, PeerRequest, Watch
 from foredraft.bench.records import Turn
 
 _LOOKUP_TOKENS = 5  # of the library's samples, which have no default but these
 _LOOKUP_NGRAM = 3
 
 
-class OpenVinoPeer(Peer):
+class OpenVinoPeer(GgufPeer):
     """A GGUF file under `LLMPipeline`, with the library's defaults but for the threads and the cache of prompts.
 
     Drafter: `prompt-lookup` (`num_assistant_tokens`, 5 if not told, after at most 3 tokens that match, as in the
@@ -29,13 +28,6 @@ class OpenVinoPeer(Peer):
         import openvino_genai
 
         self._library: Any = openvino_genai
-        self._file = options.gguf_file()
-        self._loaded: dict[str, Any] = {}
-
-    @classmethod
-    def missing(cls, options: PeerOptions | None = None) -> str | None:
-        """See `Peer`."""
-        return super().missing() or missing_gguf(options)
 
     def answer(self, request: PeerRequest) -> Turn:
         """See `Peer`. Tokens are there when the library hands them to a streamer."""

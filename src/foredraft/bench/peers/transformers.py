@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from foredraft.backends.transformers import TransformersBackend
 from foredraft.bench.peers.base import Peer, PeerOptions, PeerRequest, Watch
 from foredraft.bench.records import Turn
+from foredraft.loading import EngineChoice, Loader, stop_tokens
 
 _LOOKUP_TOKENS = 10  # the library gives no default of its own; this is its class's
 
@@ -26,8 +27,9 @@ class TransformersPeer(Peer):
 
     def __init__(self, options: PeerOptions) -> None:
         super().__init__(options)
-        self._target, self._tokenizer = self._load(options.model)
-        self._stop_tokens = sorted(options.stop_tokens) or self._own_stop_tokens()
+        backend, self._tokenizer = self._load(options.model)
+        self._target: Any = backend.model
+        self._stop_tokens = sorted(options.stop_tokens or stop_tokens(backend, self._tokenizer))
         self._target.generation_config = _neutral()
         self._assistants: dict[str, tuple[Any, Any]] = {}
 
@@ -72,28 +74,21 @@ class TransformersPeer(Peer):
         threads = str(torch.get_num_threads())
         return {"version": transformers.__version__, "weights": dtype, "device": device, "threads": threads}
 
-    def _load(self, reference: str) -> tuple[Any, Any]:
-        from foredraft.models import file_key, resolve
-
-        cache = Path(self.options.cache)
-        files = resolve(reference, cache)  # what is not there is told before the slow imports
+    def _load(self, reference: str) -> tuple[TransformersBackend, Any]:
+        """The backend over the library's model, whose settings are not neutral yet, and the tokenizer."""
         import torch
 
-        from foredraft.backends.checkpoint import load_checkpoint
-
         torch.set_num_threads(self.options.most_threads())
-        converted = cache / "converted" / file_key(files.path) if files.is_gguf else None
-        return load_checkpoint(files.path, device=self.options.device, dtype=self.options.dtype, converted=converted)
-
-    def _own_stop_tokens(self) -> list[int]:
-        ends = self._target.generation_config.eos_token_id
-        own = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        return sorted({*own, *([] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id])})
+        engine = EngineChoice("transformers", self.options.device, self.options.dtype)
+        backend, tokenizer, _ = Loader(self.options.cache, engine).model(reference)
+        assert isinstance(backend, TransformersBackend)
+        return backend, tokenizer
 
     def _with_assistant(self, reference: str, tokens: int | None) -> dict[str, Any]:
         """What `generate` must be told for a draft model."""
         if reference not in self._assistants:
-            self._assistants[reference] = self._load(reference)
+            backend, tokenizer = self._load(reference)
+            self._assistants[reference] = backend.model, tokenizer
         assistant, tokenizer = self._assistants[reference]
         assistant.generation_config = _neutral(**({} if tokens is None else {"num_assistant_tokens": tokens}))
         arguments = {"assistant_model": assistant}
