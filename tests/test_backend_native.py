@@ -218,25 +218,6 @@ def test_logits_of_a_format_are_those_of_its_weights_as_floats(format_: str) -> 
     assert (rows[0] - rows[1]).abs().max() < 1e-4
 
 
-def test_hidden_states_are_those_of_transformers() -> None:
-    model = tiny_llama(1, layers=3)
-    backend = native(model, threads=2)
-    tree = Draft((5, 6, 7), (-1, -1, 0))
-    (logits, hidden), *_ = backend.forward_with_hidden([Query(after(backend, PROMPT[:-1]), PROMPT[-1], tree)], [0, 2])
-    assert torch.equal(logits, backend.forward([Query(after(backend, PROMPT[:-1]), PROMPT[-1], tree)])[0])
-    raw: list[torch.Tensor] = []
-    for layer in (0, 2):
-        model.model.layers[layer].register_forward_hook(lambda *call: raw.append(call[2]))
-    for row, path in ((0, []), (3, [5, 7])):
-        raw.clear()
-        plain_chain(model, [*PROMPT, *path])
-        for found, wanted in zip(hidden[:, row], raw, strict=True):
-            states = wanted[0] if isinstance(wanted, tuple) else wanted
-            assert (found - states.reshape(-1, states.shape[-1])[-1]).abs().max() < 1e-4
-    with pytest.raises(InvalidInputError, match="Hidden states of layer 3, but layers are 0 to 2"):
-        backend.forward_with_hidden([Query(after(backend, PROMPT[:-1]), 1)], [3])
-
-
 # Bits
 
 

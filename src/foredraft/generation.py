@@ -255,6 +255,7 @@ class Generation:
 
     def _finish(self, reason: FinishReason, now: float) -> FinishEvent:
         drafter = self._setup.drafter
+        self.cache.features.clear()  # who goes on with this cache may draft with another head
         held = "" if self._text is None or reason == "stop_string" else self._text.flush()
         completion = Completion(
             text="".join([*self._pieces, held]),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from foredraft.backends.sublayers import Sublayers
@@ -18,13 +19,72 @@ USE_INSTEAD = "Use 'suffix', 'recycling', 'ngram' or 'draft:REF'."
 """What drafts where a backend or a model cannot do what a drafter needs."""
 
 
+class Features:
+    """What some layers make of the tokens of one sequence, kept from commit to commit for a head that drafts from it.
+
+    Args:
+        layers: Counted as transformers counts `hidden_states`: 0 is the embedding, i what layer i gives out (from 1),
+            the number of layers what the final norm gives out.
+        start: Tokens that were committed before, whose features are lost.
+    """
+
+    def __init__(self, layers: Sequence[int], start: int) -> None:
+        self.layers = tuple(layers)
+        self.start = start
+        self._rows: list[Tensor] = []
+        self._pending: Tensor | None = None
+
+    def score(self, rows: Tensor) -> None:
+        """Rows `[N+1, layers, H]` of the root and the nodes of a forward, of which `commit` says what comes true."""
+        self._pending = rows
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the root and the nodes of the path."""
+        if self._pending is not None:
+            self.append(self._pending[[0, *(node + 1 for node in path)]])
+        self._pending = None
+
+    def append(self, rows: Tensor) -> None:
+        """Rows `[n, layers, H]` of tokens that are certain."""
+        self._rows.append(rows)
+
+    def take(self) -> tuple[int, Tensor | None]:
+        """Where in the text the rows begin that came since the last call, and these rows `[n, layers, H]`, if any."""
+        start, rows = self.start, self._rows
+        self._rows = []
+        if not rows:
+            return start, None
+        self.start += sum(len(part) for part in rows)
+        return start, torch.cat(rows)
+
+
 class KVCache(ABC):
     """The keys and values of one sequence in one backend."""
+
+    features: list[Features]
+    """Whoever wants to know what layers make of its tokens."""
 
     @property
     @abstractmethod
     def length(self) -> int:
         """Number of committed tokens."""
+
+    def keep_features(self, layers: Sequence[int]) -> Features:
+        """From now on, features of these layers for all tokens that are committed."""
+        features = Features(layers, self.length)
+        self.features.append(features)
+        return features
+
+    @property
+    def wanted_layers(self) -> list[int]:
+        """Layers that any of `features` has, in order."""
+        return sorted({layer for features in self.features for layer in features.layers})
+
+    def hand_out(self, layers: Sequence[int], states: Tensor, *, certain: bool) -> None:
+        """Give `states` `[n, layers, H]` of `wanted_layers` to all who asked; of certain tokens, or until a commit."""
+        for features in self.features:
+            rows = states[:, [layers.index(layer) for layer in features.layers]]
+            (features.append if certain else features.score)(rows)
 
 
 class Query(NamedTuple):
@@ -48,6 +108,8 @@ class Capabilities:
 
     trees: bool = False
     early_exit: bool = False
+    features: bool = False
+    """`KVCache.features`, `embed`, `head` and `head_rows`."""
 
 
 class Backend(ABC):
@@ -62,6 +124,8 @@ class Backend(ABC):
     """
 
     name: str
+    layers: int
+    hidden_size: int
     vocab_size: int
     """Rows of logits that have a token (padding of the embedding is cut off)."""
     embedding_rows: int
@@ -116,6 +180,22 @@ class Backend(ABC):
         Of tokens that were given in the call before, nothing is computed again.
         """
         raise NotImplementedError(f"backend '{self.name}' has no early exit")
+
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        """Embeddings `[n, H]` in float32, as the first layer gets them."""
+        raise NotImplementedError(f"backend '{self.name}' has no features")
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits `[n, V]` of states `[n, H]` that have been through the final norm, or should count as such."""
+        raise NotImplementedError(f"backend '{self.name}' has no features")
+
+    def head_rows(self, tokens: Sequence[int]) -> Tensor:
+        """The head's weights `[n, H]` for these tokens, in float32."""
+        raise NotImplementedError(f"backend '{self.name}' has no features")
+
+    def final_norm(self) -> tuple[Tensor, float]:
+        """Weight `[H]` of the final RMSNorm in float32, as it multiplies, and its epsilon."""
+        raise NotImplementedError(f"backend '{self.name}' has no features")
 
     def sublayers(self) -> Sublayers:
         """The sublayers that `without` can leave out.

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from foredraft.backends.base import Backend, Capabilities, KVCache, Query
+from foredraft.backends.base import Backend, Capabilities, Features, KVCache, Query
 from foredraft.backends.int8 import quantize
 from foredraft.backends.partial import Split, refuse_unless_layered, split, sublayers, without
 from foredraft.backends.sublayers import Sublayers
@@ -43,6 +43,7 @@ class TransformersCache(KVCache):
         self.kv = kv
         self.pending = 0
         self.early: Early | None = None
+        self.features: list[Features] = []
 
     @property
     def length(self) -> int:
@@ -77,6 +78,14 @@ class TransformersCache(KVCache):
         self.early = Early(early.layers, early.tokens[:same], early.hidden[:, :same]) if same else None
         return same
 
+    def forget_early(self) -> None:
+        """Drop what an early exit left."""
+        if self.early is not None:
+            for layer in self.kv.layers[: self.early.layers]:
+                assert isinstance(layer, DynamicLayer)
+                layer.crop(-self.pending)
+            self.pending, self.early = 0, None
+
 
 class TransformersBackend(Backend):
     """The contract of `Backend` over a loaded transformers model.
@@ -93,8 +102,9 @@ class TransformersBackend(Backend):
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
         refuse_unless_croppable(model)
-        self.capabilities = Capabilities(trees=True, early_exit=_layered(model))
+        self.capabilities = Capabilities(trees=True, early_exit=_layered(model), features=_has_features(model))
         config = model.config.get_text_config(decoder=True)
+        self.layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
         self.model: Any = model
         torch.nn.Module.eval(model)
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
@@ -115,7 +125,7 @@ class TransformersBackend(Backend):
         """Append tokens to the cache without scoring them: the body of the model runs, its head does not."""
         assert isinstance(cache, TransformersCache) and cache.pending == 0
         for start in range(0, len(tokens), _PREFILL_CHUNK):
-            self._run(self.model.base_model, cache, self._ids(tokens[start : start + _PREFILL_CHUNK]))
+            self._run(self.model.base_model, cache, self._ids(tokens[start : start + _PREFILL_CHUNK]), certain=True)
 
     @torch.inference_mode()
     def forward(self, queries: Sequence[Query]) -> list[Tensor]:
@@ -130,6 +140,8 @@ class TransformersBackend(Backend):
             cache.gather(path)
         cache.drop(cache.pending - 1 - len(path))
         cache.pending = 0
+        for features in cache.features:
+            features.commit(path)
 
     def truncate(self, cache: KVCache, length: int) -> None:
         """Forget committed tokens past the first `length`."""
@@ -154,6 +166,36 @@ class TransformersBackend(Backend):
         logits: Tensor = self._split(layers).head(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
         return logits[0, :, : self.vocab_size]
 
+    @torch.inference_mode()
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        """See `Backend`."""
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=self.model.device)
+        rows: Tensor = self.model.get_input_embeddings()(ids)
+        return rows.float()
+
+    @torch.inference_mode()
+    def head(self, states: Tensor) -> Tensor:
+        """See `Backend`."""
+        linear = self.model.get_output_embeddings()
+        logits: Tensor = linear(states.to(self.model.device, self.model.dtype))[:, : self.vocab_size].float()
+        cap = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @torch.inference_mode()
+    def head_rows(self, tokens: Sequence[int]) -> Tensor:
+        """See `Backend`."""
+        ids = torch.as_tensor(tokens, dtype=torch.long, device=self.model.device)
+        rows: Tensor = self.model.get_output_embeddings().weight[ids]
+        return rows.float()
+
+    @torch.inference_mode()
+    def final_norm(self) -> tuple[Tensor, float]:
+        """See `Backend`: read off what it makes of ones, for some families add 1 to their weights."""
+        norm = self.model.base_model.norm
+        weight: Tensor = norm(torch.ones(1, self.hidden_size, dtype=self.model.dtype, device=self.model.device))[0]
+        epsilon = next((float(getattr(norm, name)) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), 1e-6)
+        return weight.float() * (1 + epsilon) ** 0.5, epsilon
+
     def sublayers(self) -> Sublayers:
         """See `Backend`."""
         return sublayers(self.model)
@@ -169,11 +211,13 @@ class TransformersBackend(Backend):
     def _score(self, query: Query) -> Tensor:
         cache, tokens = query.cache, (query.root, *query.draft.tokens)
         assert isinstance(cache, TransformersCache) and (cache.pending == 0 or cache.early is not None)
+        if cache.features:
+            cache.forget_early()
         if cache.keep_early(query):
             logits = self._finish(cache, query)
         else:
             shape = {} if query.draft.is_chain else self._tree_shape(cache.length, query.draft)
-            logits = self._run(self.model, cache, self._ids(tokens), **shape).logits
+            logits = self._run(self.model, cache, self._ids(tokens), certain=False, **shape).logits
             cache.pending = len(tokens)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # so that time spent verifying is counted as such
@@ -223,8 +267,22 @@ class TransformersBackend(Backend):
     def _ids(self, tokens: Sequence[int]) -> dict[str, Tensor]:
         return {"input_ids": torch.tensor([tokens], dtype=torch.long, device=self.model.device)}
 
-    def _run(self, module: Any, cache: TransformersCache, what: dict[str, Tensor], **shape: Tensor) -> Any:
-        return module(**what, use_cache=True, return_dict=True, **{self._cache_keyword: cache.kv}, **shape)
+    def _run(
+        self,
+        module: Any,
+        cache: TransformersCache,
+        what: dict[str, Tensor],
+        certain: bool | None = None,
+        **shape: Tensor,
+    ) -> Any:
+        """Run a model or a part; where it says whether the tokens are `certain`, hand out its hidden states."""
+        layers = cache.wanted_layers if certain is not None else []
+        wants = {"output_hidden_states": True} if layers else {}
+        found = module(**what, use_cache=True, return_dict=True, **{self._cache_keyword: cache.kv}, **shape, **wants)
+        if layers:
+            states = torch.stack([found.hidden_states[layer][0] for layer in layers], dim=1)
+            cache.hand_out(layers, states.float(), certain=bool(certain))
+        return found
 
 
 def _layered(model: PreTrainedModel) -> bool:
@@ -233,6 +291,10 @@ def _layered(model: PreTrainedModel) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+def _has_features(model: PreTrainedModel) -> bool:
+    return hasattr(model.base_model, "norm") and hasattr(model.get_output_embeddings(), "weight")
 
 
 def refuse_unless_croppable(model: PreTrainedModel) -> None:

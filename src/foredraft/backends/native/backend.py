@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foredraft.backends.base import Backend, Capabilities, KVCache, Query, require_inner_layer
 from foredraft.backends.native.cache import FIRST_ROWS, KV_TYPES, Early, NativeCache
-from foredraft.backends.native.decoder import forward
+from foredraft.backends.native.decoder import apply_head, forward
 from foredraft.backends.native.kernels import Kernels
 from foredraft.backends.native.tables import (
     NODE,
@@ -46,6 +46,15 @@ class Part(NamedTuple):
     cache: NativeCache
 
 
+class Tap(NamedTuple):
+    """What a forward copies of its residual stream: of which layers, `[model's layers]` where to (or -1), and there."""
+
+    layers: list[int]
+    places: NDArray[np.int64]
+    rows: Floats
+    """`[layers, n, width]`"""
+
+
 class NativeBackend(Backend):
     """A decoder of the Llama shape on the CPU, by kernels that are made for this machine when it starts.
 
@@ -66,7 +75,7 @@ class NativeBackend(Backend):
     """
 
     name = "native"
-    capabilities = Capabilities(trees=True, early_exit=True)
+    capabilities = Capabilities(trees=True, early_exit=True, features=True)
 
     def __init__(
         self,
@@ -84,6 +93,7 @@ class NativeBackend(Backend):
         measures = weights.measures
         self.weights = weights
         self.kv_format = kv_format
+        self.layers, self.hidden_size = measures.layers, measures.hidden
         self.vocab_size = min(vocab_size or measures.vocabulary, measures.vocabulary)
         self.embedding_rows = weights.embedding.rows
         self.context = measures.context
@@ -95,7 +105,7 @@ class NativeBackend(Backend):
         self._tables = tables_of(weights, self._kernels, kv_format, without_attention, without_mlp)
         self._work: Workspace | None = None
         self._cos = self._sin = np.zeros((0, len(weights.inverse_frequencies)), dtype=np.float32)
-        self._no_taps = np.full(measures.layers, -1, dtype=np.int64)
+        self._no_tap = Tap([], np.full(measures.layers, -1), np.empty((0, 0, 0), dtype=np.float32))
 
     def new_cache(self) -> NativeCache:
         """An empty cache for one sequence."""
@@ -108,14 +118,19 @@ class NativeBackend(Backend):
         assert isinstance(cache, NativeCache) and cache.early is None
         for start in range(0, len(tokens), _PREFILL_CHUNK):
             chunk = tokens[start : start + _PREFILL_CHUNK]
-            query = Query(cache, chunk[0], Draft.chain(chunk[1:]))
-            self._run([Part(query, 0, cache)], 0, self.weights.measures.layers)
+            part = Part(Query(cache, chunk[0], Draft.chain(chunk[1:])), 0, cache)
+            tap = self._tap([part], len(chunk))
+            self._run([part], 0, self.layers, tap=tap)
+            self._hand_out([part], tap, certain=True)
             cache.committed += len(chunk)
 
     def forward(self, queries: Sequence[Query]) -> list[Tensor]:
         """Logits `[N+1, V]` for each query, all in one pass over the weights."""
         parts = [Part(query, 0, _cache(query)) for query in queries]
+        tap = self._tap(parts, sum(1 + len(query.draft.tokens) for query in queries))
         for part in parts:
+            if tap.layers:  # they are wanted of all layers, and what an early exit left has the last ones only
+                part.cache.early = None
             if part.cache.early is not None:
                 self._early_hidden(part.query, part.cache.early.layers)
         begun = {part.cache.early.layers for part in parts if part.cache.early is not None}
@@ -124,42 +139,20 @@ class NativeBackend(Backend):
         first = begun.pop() if begun else 0
         hidden = [part.cache.early.hidden for part in parts if part.cache.early is not None]
         logits = self._run(
-            parts, first, self.weights.measures.layers, scored=True, given=np.concatenate(hidden) if hidden else None
+            parts, first, self.layers, scored=True, given=np.concatenate(hidden) if hidden else None, tap=tap
         )
         for part in parts:
             part.cache.early = None
+        self._hand_out(parts, tap, certain=False)
         found = torch.from_numpy(logits)[:, : self.vocab_size]
         return list(torch.split(found, [1 + len(query.draft.tokens) for query in queries]))
-
-    def forward_with_hidden(self, queries: Sequence[Query], layers: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Logits `[N+1, V]` and hidden states `[len(layers), N+1, hidden]` for each query.
-
-        The hidden states are the residual stream as these layers leave it, the first one being 0: what transformers
-        calls `hidden_states[layer + 1]`, before the final norm.
-
-        Raises:
-            InvalidInputError: The model has no such layer.
-        """
-        measures = self.weights.measures
-        strange = next((layer for layer in layers if not 0 <= layer < measures.layers), None)
-        if strange is not None:
-            raise InvalidInputError(f"Hidden states of layer {strange}, but layers are 0 to {measures.layers - 1}.")
-        taps = self._no_taps.copy()
-        taps[list(layers)] = range(len(layers))
-        count = [1 + len(query.draft.tokens) for query in queries]
-        tapped = np.zeros((len(layers), sum(count), padded(measures.hidden)), dtype=np.float32)
-        parts = [Part(query, 0, _cache(query)) for query in queries]
-        for part in parts:
-            part.cache.early = None
-        logits = torch.from_numpy(self._run(parts, 0, measures.layers, scored=True, taps=taps, tapped=tapped))
-        hidden = torch.from_numpy(tapped)[..., : measures.hidden]
-        rows, states = torch.split(logits[:, : self.vocab_size], count), torch.split(hidden, count, dim=1)
-        return list(zip(rows, states, strict=True))
 
     def commit(self, cache: KVCache, path: Sequence[int]) -> None:
         """Keep the root and the nodes of the path, moved together where siblings lay between them."""
         assert isinstance(cache, NativeCache)
         cache.keep(path)
+        for features in cache.features:
+            features.commit(path)
 
     def truncate(self, cache: KVCache, length: int) -> None:
         """Forget committed tokens past the first `length`."""
@@ -188,6 +181,28 @@ class NativeBackend(Backend):
         part = Part(query, len(query.draft.tokens), _cache(query))
         logits = self._run([part], layers, layers, scored=True, given=hidden)
         return torch.from_numpy(logits)[:, : self.vocab_size]
+
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        """See `Backend`."""
+        rows = self.weights.embedding[np.asarray(tokens, dtype=np.int64)].floats()
+        return torch.from_numpy(rows)[:, : self.hidden_size] * self.weights.measures.embedding_scale
+
+    def head(self, states: Tensor) -> Tensor:
+        """See `Backend`."""
+        x = np.zeros((len(states), self.weights.head.columns), dtype=np.float32)
+        x[:, : self.hidden_size] = states.numpy()
+        logits = np.empty((len(states), self.weights.measures.vocabulary), dtype=np.float32)
+        self.team.run(apply_head, self._tables, x, logits)
+        return torch.from_numpy(logits)[:, : self.vocab_size]
+
+    def head_rows(self, tokens: Sequence[int]) -> Tensor:
+        """See `Backend`."""
+        rows = self.weights.head[np.asarray(tokens, dtype=np.int64)].floats()
+        return torch.from_numpy(rows)[:, : self.hidden_size]
+
+    def final_norm(self) -> tuple[Tensor, float]:
+        """See `Backend`."""
+        return torch.from_numpy(self.weights.norm[: self.hidden_size]), self.weights.measures.epsilon
 
     def sublayers(self) -> Sublayers:
         """See `Backend`."""
@@ -237,8 +252,7 @@ class NativeBackend(Backend):
         *,
         scored: bool = False,
         given: Floats | None = None,
-        taps: NDArray[np.int64] | None = None,
-        tapped: Floats | None = None,
+        tap: Tap | None = None,
     ) -> Floats:
         """Run layers on all parts; logits `[n, V]` where they are to be scored, none elsewhere."""
         batch = self._batch(parts)
@@ -246,10 +260,33 @@ class NativeBackend(Backend):
         if given is not None:
             work.x[: len(given)] = given
         logits = np.empty((len(batch.nodes) if scored else 0, self.weights.measures.vocabulary), dtype=np.float32)
-        taps = self._no_taps if taps is None else taps
-        tapped = np.empty((0, 0, 0), dtype=np.float32) if tapped is None else tapped
-        self.team.run(forward, self._tables, batch, work, first, last, taps, tapped, logits)
+        tap = tap or self._no_tap
+        self.team.run(forward, self._tables, batch, work, first, last, tap.places, tap.rows, logits)
         return logits
+
+    def _tap(self, parts: Sequence[Part], nodes: int) -> Tap:
+        """Room for what anyone wants to know of the layers in a forward of so many nodes."""
+        layers = sorted({layer for part in parts for layer in part.cache.wanted_layers})
+        if not layers:
+            return self._no_tap
+        places = self._no_tap.places.copy()
+        places[[layer - 1 for layer in layers if layer]] = [i for i, layer in enumerate(layers) if layer]
+        return Tap(layers, places, np.zeros((len(layers), nodes, self.weights.embedding.columns), dtype=np.float32))
+
+    def _hand_out(self, parts: Sequence[Part], tap: Tap, *, certain: bool) -> None:
+        """Give the caches what a forward copied, `[n, layers, H]`: the last layer's through the final norm."""
+        if not tap.layers:
+            return
+        tokens = [token for part in parts for token in (part.query.root, *part.query.draft.tokens)]
+        states = torch.from_numpy(tap.rows)[..., : self.hidden_size]
+        if tap.layers[0] == 0:
+            states[0] = self.embed(tokens)
+        if tap.layers[-1] == self.layers:
+            weight, epsilon = self.final_norm()
+            states[-1] = torch.nn.functional.rms_norm(states[-1], weight.shape, weight, epsilon)
+        counts = [1 + len(part.query.draft.tokens) for part in parts]
+        for part, rows in zip(parts, torch.split(states.transpose(0, 1), counts), strict=True):
+            part.cache.hand_out(tap.layers, rows, certain=certain)
 
     def _batch(self, parts: Sequence[Part]) -> Batch:
         sequences = np.zeros(len(parts), dtype=SEQUENCE)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.backends.base import KVCache, Query
+from foredraft.backends.base import Features, KVCache, Query
 from foredraft.backends.native.weights import Floats
 
 FIRST_ROWS = 256  # of a cache; it doubles when it is full
@@ -38,6 +38,7 @@ class NativeCache(KVCache):
         self.values: KV = np.zeros((layers, kv_heads, 0, head_width), dtype=KV_TYPES[kv_format])
         self.committed = 0
         self.early: Early | None = None
+        self.features: list[Features] = []
 
     @property
     def length(self) -> int:

@@ -347,3 +347,11 @@ def forward(
         stage = wait(threads, arrivals, stage)
         begin, end = first_row(decoder.head.rows, thread, threads), first_row(decoder.head.rows, thread + 1, threads)
         linear(kernels, decoder.head, work.normed, logits, nodes, begin, end)
+
+
+@compiled
+def apply_head(thread: int, threads: int, arrivals: Any, tables: Any, x: Any, logits: Any) -> None:
+    """Logits `[n, V]` of states `[n, width]`, which are not normed here."""
+    head = tables.decoder[0].head
+    begin, end = first_row(head.rows, thread, threads), first_row(head.rows, thread + 1, threads)
+    linear(tables.kernels, head, x, logits, len(x), begin, end)
