@@ -54,8 +54,9 @@ class Engine:
         if rule is not None and rule not in RULES:
             raise InvalidInputError(f"There is no acceptance rule '{rule}'; known: {', '.join(RULES)}.")
         if drafter is not None:
-            drafter.fit(trees=backend.capabilities.trees and (rule is None or RULES[rule].trees))
-            _refuse_misfits(drafter, backend, RULES[rule] if rule is not None else None)
+            chosen = RULES[rule] if rule is not None else None
+            drafter.fit(trees=backend.capabilities.trees and (chosen is None or chosen.trees), rule=chosen)
+            _refuse_misfits(drafter, backend, chosen)
         self.setup = Setup(
             backend=backend,
             drafter=drafter if draft_tokens else None,

@@ -83,6 +83,10 @@ class KeyedSource:
         """Not available: a rule that flips coins is not a function of the position's noise."""
         raise NotImplementedError("position-keyed noise has no coins")
 
+    def noise(self, tokens: Tensor) -> Tensor:
+        """Gumbel noise of these tokens at its position, float64: what is likeliest with it added is drawn."""
+        return gumbel(self._seed, self._position, tokens)
+
     def draw(self, weights: Tensor, depth: int = 0) -> int:
         """See `RandomSource`. Noise is made for the tokens of positive weight only."""
         if weights.device.type == "cpu":

@@ -82,6 +82,11 @@ class SamplingLaw:
         """Whether the temperature is 0."""
         return self._params.greedy
 
+    @property
+    def temperature(self) -> float:
+        """Of the settings."""
+        return self._params.temperature
+
     def __call__(self, history: Sequence[int], draft: Draft, logits: Tensor) -> Tensor:
         """See `Law`."""
         scores = self._scores(history, draft, logits)

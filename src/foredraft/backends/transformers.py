@@ -166,7 +166,7 @@ class TransformersBackend(Backend):
         logits: Tensor = self._split(layers).head(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
         return logits[0, :, : self.vocab_size]
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: training goes on from it
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """See `Backend`."""
         ids = torch.as_tensor(tokens, dtype=torch.long, device=self.model.device)
@@ -181,19 +181,21 @@ class TransformersBackend(Backend):
         cap = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: training goes on from it
     def head_rows(self, tokens: Sequence[int]) -> Tensor:
         """See `Backend`."""
         ids = torch.as_tensor(tokens, dtype=torch.long, device=self.model.device)
         rows: Tensor = self.model.get_output_embeddings().weight[ids]
         return rows.float()
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: training goes on from it
     def final_norm(self) -> tuple[Tensor, float]:
         """See `Backend`: read off what it makes of ones, for some families add 1 to their weights."""
         norm = self.model.base_model.norm
         weight: Tensor = norm(torch.ones(1, self.hidden_size, dtype=self.model.dtype, device=self.model.device))[0]
-        epsilon = next((float(getattr(norm, name)) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), 1e-6)
+        epsilon = next(
+            (float(getattr(norm, name)) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), 1e-6
+        )
         return weight.float() * (1 + epsilon) ** 0.5, epsilon
 
     def sublayers(self) -> Sublayers:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
-from foredraft.acceptance import Draws
+from foredraft.acceptance import Draws, Rule
 from foredraft.arms import Arm, Turn, robust_mean
 from foredraft.backends.base import Backend
 from foredraft.controller import Controller
@@ -92,7 +92,7 @@ class Auto(Joint):
         """A proposer with one of each part."""
         return AutoProposer(self, {part.name: part.proposer(law, source) for part in self.parts})
 
-    def fit(self, *, trees: bool) -> None:
+    def fit(self, *, trees: bool, rule: Rule | None) -> None:
         """Without trees it drafts the likeliest path alone."""
         self.trees = trees
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from foredraft.acceptance import Draws
+from foredraft.acceptance import Draws, Rule
 from foredraft.backends.base import Backend, KVCache
 from foredraft.costs import Costs
 from foredraft.randomness import RandomSource
@@ -81,8 +81,8 @@ class Drafter(ABC):
         """
         return cls()
 
-    def fit(self, *, trees: bool) -> None:  # noqa: B027  (most draft what they draft)
-        """Told by the engine whether backend and rule take trees: for those who can draft either way."""
+    def fit(self, *, trees: bool, rule: Rule | None) -> None:  # noqa: B027  (most draft what they draft)
+        """Told by the engine whether backend and rule take trees, and the rule: for those who can draft either way."""
 
     def save(self, folder: Path) -> None:  # noqa: B027  (most have nothing to keep)
         """Keep in a folder what was learned, in files that are named after the drafter and are whole or not there.

@@ -1,0 +1,120 @@
+"""A decoder layer of the Llama shape as heads use it: its input may be wider than the residual that it adds to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.checks import is_integer, is_number, require
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """Sizes and constants of a block.
+
+    Raises:
+        InvalidInputError: One of them is out of range.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    epsilon: float = 1e-5
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp"):
+            value = getattr(self, name)
+            require(name, value, is_integer(value) and value >= 1, "an integer >= 1")
+        require("kv_heads", self.kv_heads, self.heads % self.kv_heads == 0, f"a divisor of heads = {self.heads}")
+        require("head_dim", self.head_dim, self.head_dim % 2 == 0, "even, for it is rotated in pairs")
+        for name in ("epsilon", "rope_theta"):
+            value = getattr(self, name)
+            require(name, value, is_number(value) and value > 0, "a number > 0")
+
+
+class Norm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., size]` to the same, at a mean square of 1 times the weights."""
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.epsilon)
+
+
+class Attention(nn.Module):
+    """The projections of one attention sublayer. Who sees whom is for the caller to say."""
+
+    def __init__(self, shape: BlockShape, inputs: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.q_proj = nn.Linear(inputs, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q `[B, heads, n, d]` and k, and v, both `[B, kv_heads, n, d]`, of x `[B, n, inputs]` at positions `[n]`."""
+        d = self.shape.head_dim
+        q, k, v = (p(x).unflatten(-1, (-1, d)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        cos, sin = rotary(positions, d, self.shape.rope_theta)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate x) * up x)`."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
+        self.down_proj = nn.Linear(shape.mlp, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` to the same."""
+        down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class Block(nn.Module):
+    """One decoder layer, in the two halves between which the caller mixes values by attention.
+
+    Args:
+        shape: Its sizes.
+        inputs: Width of what attention reads; the residual always has `shape.hidden`.
+    """
+
+    def __init__(self, shape: BlockShape, inputs: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.self_attn = Attention(shape, inputs)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.epsilon)
+        self.mlp = GatedMLP(shape)
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """The layer's output `[B, n, hidden]` from its residual and the mixed values `[B, heads, n, d]`."""
+        x = residual + self.self_attn.o_proj(mixed.transpose(1, 2).flatten(-2))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+def rotary(positions: Tensor, dims: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[n, dims / 2]` of the angles by which pairs are turned."""
+    frequencies = theta ** (-torch.arange(0, dims, 2, dtype=torch.float32, device=positions.device) / dims)
+    angles = positions[:, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + d/2) of `[..., n, d]`."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
