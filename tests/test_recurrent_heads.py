@@ -19,7 +19,7 @@ from foredraft.randomness import KeyedSource
 from foredraft.sampling import SamplingLaw
 from foredraft.train.features import Window, features_of, padded
 from foredraft.train.objectives import RecurrentObjective
-from foredraft.train.rollout import rollout
+from foredraft.train.rollout import Rollout
 from foredraft.tree import paths
 from foredraft.types import FinishEvent, SamplingParams
 
@@ -99,7 +99,13 @@ def test_drafting_goes_where_training_looked(name: str) -> None:
     head = made(name)
     ids = text_of(target, 20)
     features = features_of(target, ids, head.feature_layers)[0][:, :-1].float()
-    states = list(rollout(head, features[None], target.embed(ids)[None], 3))
+    roll = Rollout(head, features[None], target.embed(ids)[None])
+    states = [roll.state]
+    kept = torch.tensor([[1, 4, 9, 11]])
+    for _ in range(2):
+        roll.go_on(kept)
+        states.append(torch.zeros_like(states[0]).index_copy(1, roll.places[0], roll.state))
+        kept = torch.tensor([[1, 3]])
     from foredraft.heads.running import HeadCache
 
     for place in (4, 11):
@@ -174,24 +180,29 @@ def test_a_tree_is_that_of_a_run_for_each_node(name: str, seed: int | None) -> N
         assert odds == pytest.approx(score, abs=1e-3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_overfits_a_text(name: str, backend: str) -> None:
-    """After 300 steps on one answer of 100 tokens, more than 95 % of the tokens that a chain drafts are accepted."""
-    target = BACKENDS[backend](tiny_llama(1, layers=LAYERS))
+def test_a_head_overfits_a_text(name: str) -> None:
+    """After 400 steps on one answer of 100 tokens, more than 95 % of what it drafts is accepted, by both backends."""
+    model = tiny_llama(1, layers=LAYERS)
+    with torch.no_grad():
+        model.lm_head.weight *= 4  # a law with few ties, of which a small head may remember the other side
+    target = TransformersBackend(model)
     head = made(name)
     if head.draft_ids is not None:
         head = Eagle3Head(SHAPE, (1, 2, 3), torch.arange(VOCABULARY))
     ids = text_of(target, 100)
     task = objective(head, target)
     batch = padded([window(target, head, ids)])
-    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
-    for _ in range(300):
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for _ in range(400):
         optimizer.zero_grad()
         task.losses(batch)["loss"].backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    engine = Engine(target, RecurrentDrafter(head, target), rule="token", draft_tokens=3)
-    finish = list(engine.run([Request(ids[:5], SamplingParams(max_tokens=100))]))[-1][1]
-    assert isinstance(finish, FinishEvent)
-    assert list(finish.completion.ids) == ids[5:]
-    assert finish.completion.stats.acceptance_rate is not None and finish.completion.stats.acceptance_rate > 0.95
+    for backend in BACKENDS.values():
+        own = backend(model)
+        engine = Engine(own, RecurrentDrafter(head, own), rule="token", draft_tokens=3)
+        finish = list(engine.run([Request(ids[:5], SamplingParams(max_tokens=100))]))[-1][1]
+        assert isinstance(finish, FinishEvent)
+        assert list(finish.completion.ids) == ids[5:]
+        rate = finish.completion.stats.acceptance_rate
+        assert rate is not None and rate > 0.95

@@ -62,10 +62,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated q `[B, heads, n, d]` and k, and v, both `[B, kv_heads, n, d]`, of x `[B, n, inputs]` at positions `[n]`."""
+        """Rotated q `[B, heads, n, d]` and k, and v, both `[B, kv_heads, n, d]`, of x `[B, n, inputs]` at positions
+        `[n]` or `[B, n]`."""
         d = self.shape.head_dim
         q, k, v = (p(x).unflatten(-1, (-1, d)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         cos, sin = rotary(positions, d, self.shape.rope_theta)
+        if positions.ndim == 2:
+            cos, sin = cos[:, None], sin[:, None]
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
@@ -107,9 +110,9 @@ class Block(nn.Module):
 
 
 def rotary(positions: Tensor, dims: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[n, dims / 2]` of the angles by which pairs are turned."""
+    """Cosines and sines `[…, dims / 2]` of the angles by which pairs are turned."""
     frequencies = theta ** (-torch.arange(0, dims, 2, dtype=torch.float32, device=positions.device) / dims)
-    angles = positions[:, None].float() * frequencies
+    angles = positions[..., None].float() * frequencies
     return angles.cos(), angles.sin()
 
 
