@@ -1,0 +1,1 @@
+"""Training of drafters: text that the target writes itself, and the small networks that learn from it."""
