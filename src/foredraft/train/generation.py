@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foredraft.backends.base import Backend
-from foredraft.checks import is_integer, is_number, require
+from foredraft.checks import is_integer, require
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError
 from foredraft.generation import Request
@@ -18,15 +18,14 @@ from foredraft.loading import stop_tokens
 from foredraft.models import ModelFiles, sha256_of
 from foredraft.pages import make_folder, whole_file
 from foredraft.train.dialogues import Dialogue, read_dialogues, write_dialogues
-from foredraft.train.prompts import Elicit, Elicitor, Given, Prompt, Prompts, seed_of
-from foredraft.types import FinishEvent, SamplingParams
+from foredraft.train.prompts import Elicit, Elicitor, Given, Prompt, Prompts, finished, seed_of
+from foredraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHARD = 64  # items of a file
 MANIFEST = "manifest.json"
-TEMPERATURES = (0.0, 0.7, 1.0)
 _VERSION = 1
 
 
@@ -54,31 +53,42 @@ class Progress(NamedTuple):
         return (self.total - self.items) * self.seconds / self.made if self.made else None
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What an answer follows from, besides its prompt."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What answers follow from, besides prompts and target.
 
-    seed: int
-    max_tokens: int
-    temperatures: tuple[float, ...]
+    Args:
+        seed: Every item has seeds of its own that follow from it.
+        max_tokens: Most tokens of an answer.
+        temperatures: Of the answers, in turn; 0 is greedy.
+
+    Raises:
+        InvalidInputError: A value is outside its range.
+    """
+
+    seed: int = 0
+    max_tokens: int = 384
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
 
     def __post_init__(self) -> None:
-        require("seed", self.seed, is_integer(self.seed) and 0 <= self.seed < 2**63, "an integer in [0, 2**63)")
-        good = is_integer(self.max_tokens) and self.max_tokens >= 1
-        require("max_tokens", self.max_tokens, good, "an integer >= 1")
-        some = len(self.temperatures) > 0 and all(is_number(t) and t >= 0 for t in self.temperatures)
-        require("temperatures", self.temperatures, some, "one or more numbers >= 0")
+        SamplingParams(max_tokens=self.max_tokens, seed=self.seed)
+        require("temperatures", self.temperatures, len(self.temperatures) > 0, "one or more numbers >= 0")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "temperatures": [float(temperature) for temperature in self.temperatures]}
 
     def temperature(self, index: int) -> float:
-        """Of the answer of this item."""
+        """Of the answer to this item."""
         return float(self.temperatures[index % len(self.temperatures)])
 
     def request(self, index: int, prompt: Prompt) -> Request:
-        """What is asked for this item."""
-        drawn = seed_of(self.seed, "answer", index)
-        return Request(
-            prompt, SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature(index), seed=drawn)
-        )
+        """What the engine is asked for this item."""
+        seed, temperature = seed_of(self.seed, "answer", index), self.temperature(index)
+        return Request(prompt, SamplingParams(max_tokens=self.max_tokens, temperature=temperature, seed=seed))
 
 
 def generate_dialogues(
@@ -88,9 +98,7 @@ def generate_dialogues(
     folder: Path,
     *,
     model: str,
-    seed: int = 0,
-    max_tokens: int = 384,
-    temperatures: Sequence[float] = TEMPERATURES,
+    settings: Settings | None = None,
     at_once: int = 16,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[Path]:
@@ -105,9 +113,7 @@ def generate_dialogues(
         prompts: Token ids of each prompt, template included; or how many the target is to write itself.
         folder: Of the shards; one that holds some of the same settings is gone on with.
         model: What names the target, as `target_key` does: shards of different targets must not mix.
-        seed: Every item has seeds of its own that follow from it.
-        max_tokens: Most tokens of an answer.
-        temperatures: Of the answers, in turn.
+        settings: Of the answers; `None` takes the defaults.
         at_once: Sequences of a forward.
         progress: Told how far the work is, before each shard and after every answer.
 
@@ -118,14 +124,14 @@ def generate_dialogues(
         InvalidInputError: An argument is out of range, a prompt does not fit, or the folder holds something else.
         UnsupportedError: Prompts are to be elicited, and the target's chat template does not allow it.
     """
-    settings = _Settings(seed, max_tokens, tuple(float(t) if is_number(t) else t for t in temperatures))
+    settings = settings or Settings()
     require("at_once", at_once, is_integer(at_once) and at_once >= 1, "an integer >= 1")
-    source: Prompts = (
-        Elicitor(target, tokenizer, prompts, seed=seed, at_once=at_once)
-        if isinstance(prompts, Elicit)
-        else Given(prompts)
-    )
-    _open(folder, {"model": model, **source.about, **asdict(settings), "temperatures": [*settings.temperatures]})
+    source: Prompts
+    if isinstance(prompts, Elicit):
+        source = Elicitor(target, tokenizer, prompts, seed=settings.seed, at_once=at_once)
+    else:
+        source = Given(target, prompts)
+    _open(folder, {"model": model, **source.about, **settings.about})
     engine = Engine(target, stop_tokens=stop_tokens(target, tokenizer))
     return _Writer(engine, source, settings, at_once, progress).write(folder)
 
@@ -134,7 +140,7 @@ class _Writer:
     """Writes the shards that are not there yet, one after the other."""
 
     def __init__(
-        self, engine: Engine, source: Prompts, settings: _Settings, at_once: int, progress: Callable[[Progress], None]
+        self, engine: Engine, source: Prompts, settings: Settings, at_once: int, progress: Callable[[Progress], None]
     ) -> None:
         self._engine, self._source, self._settings = engine, source, settings
         self._at_once, self._progress = at_once, progress
@@ -166,12 +172,11 @@ class _Writer:
         """A dialogue for every prompt, in the order of their indices."""
         requests = [self._settings.request(index, prompt) for index, prompt in prompts.items()]
         answers: dict[int, tuple[int, ...]] = {}
-        for place, event in self._engine.run(requests, self._at_once):
-            if isinstance(event, FinishEvent):
-                answers[place] = event.completion.ids
-                self._made += 1
-                self._tokens += len(event.completion.ids)
-                self._tell()
+        for place, completion in finished(self._engine, requests, self._at_once):
+            answers[place] = completion.ids
+            self._made += 1
+            self._tokens += len(completion.ids)
+            self._tell()
         return [
             Dialogue((*prompt, *answers[place]), len(prompt), self._settings.temperature(index))
             for place, (index, prompt) in enumerate(prompts.items())
@@ -202,12 +207,11 @@ def _open(folder: Path, settings: Mapping[str, Any]) -> None:
             write(f"{json.dumps(about, indent=2)}\n")
         return
     found = _manifest(file)
-    other = [
-        f"{name} is {found.get(name)} there and {about[name]} here" for name in about if found.get(name) != about[name]
-    ]
+    other = [name for name in about if found.get(name) != about[name]]
     if other:
+        kept = "; ".join(f"{name} is {found.get(name)} there and {about[name]} here" for name in other)
         raise InvalidInputError(
-            f"{folder} has dialogues of other settings: {'; '.join(other)}. Give another folder, or repeat these."
+            f"{folder} has dialogues made otherwise: {kept}. Give another folder, or repeat what was given."
         )
 
 

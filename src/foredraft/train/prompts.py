@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foredraft.api import Model
 from foredraft.backends.base import Backend
-from foredraft.bench.workloads import Item, load_workload
+from foredraft.bench.workloads import Item, load_workload, prompt_ids
 from foredraft.checks import is_integer, is_number, require
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
-from foredraft.generation import Request
+from foredraft.generation import Request, checked_prompt
 from foredraft.loading import stop_tokens
 from foredraft.models import Notify
 from foredraft.types import Completion, FinishEvent, SamplingParams
@@ -80,11 +80,7 @@ def read_prompts(
 
 
 def _first_prompt(item: Item, asked: Model) -> Prompt:
-    system = [{"role": "system", "content": item.system}] if item.system else []
-    messages: list[Mapping[str, str]] = [*system, *item.history, {"role": "user", "content": item.turns[0]}]
-    if item.raw or not asked.tokenizer.chat_template:
-        return tuple(asked.encode("\n\n".join(message["content"] for message in messages), chat=False))
-    return tuple(asked.encode([dict(message) for message in messages]))
+    return prompt_ids(asked, [*item.beginning, {"role": "user", "content": item.turns[0]}], raw=item.raw)
 
 
 def _has_room(target: Backend, prompt: Sequence[int]) -> bool:
@@ -104,10 +100,10 @@ class Prompts(Protocol):
 
 
 class Given:
-    """Prompts that a user brings."""
+    """Prompts that a user brings. All are checked at once."""
 
-    def __init__(self, prompts: Iterable[Sequence[int]]) -> None:
-        self._prompts = [tuple(prompt) for prompt in prompts]
+    def __init__(self, target: Backend, prompts: Iterable[Sequence[int]]) -> None:
+        self._prompts = [tuple(checked_prompt(prompt, target)) for prompt in prompts]
         self.total = len(self._prompts)
         require("prompts", self._prompts, self.total > 0, "one or more")
         digest = hashlib.sha256(json.dumps(self._prompts).encode()).hexdigest()
@@ -167,10 +163,8 @@ class Elicitor:
             SamplingParams(max_tokens=_LONGEST + 1, temperature=law.temperature, top_p=law.top_p, seed=seed)
             for seed in seeds
         ]
-        found: dict[int, Completion] = {}
-        for place, event in self._engine.run([Request(self._before, params) for params in settings], self._at_once):
-            if isinstance(event, FinishEvent):
-                found[place] = event.completion
+        requests = [Request(self._before, params) for params in settings]
+        found = dict(finished(self._engine, requests, self._at_once))
         return [found[place] for place in range(len(seeds))]
 
     def _prompt(self, drawn: Completion) -> Prompt | None:
@@ -183,6 +177,13 @@ class Elicitor:
             return None
         prompt = tuple(self._asked.encode(text))
         return prompt if _has_room(self._asked.backend, prompt) else None
+
+
+def finished(engine: Engine, requests: Sequence[Request], at_once: int) -> Iterator[tuple[int, Completion]]:
+    """Each completion with the place of its request, as they end."""
+    for place, event in engine.run(requests, at_once):
+        if isinstance(event, FinishEvent):
+            yield place, event.completion
 
 
 def seed_of(seed: int, purpose: str, index: int, attempt: int = 0) -> int:
