@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from foredraft.cli_options import (
@@ -20,17 +19,16 @@ from foredraft.cli_options import (
     ModelArgument,
     ThreadsOption,
     WeightsOption,
+    listed,
+    number,
 )
-from foredraft.errors import InvalidInputError
-from foredraft.terminal import figures_table
+from foredraft.terminal import counted, figures_table, time_left
 
 if TYPE_CHECKING:
     from foredraft.bench.figures import CellFigures
     from foredraft.bench.results import Results
     from foredraft.bench.runner import Step
-    from foredraft.models import Notify
 
-T = TypeVar("T")
 _WIDE, _SPARED = 100, ("TPOT", "TTFT", "kept")  # columns of a terminal that has room for every figure, and these
 _EVERY = 20  # answers between two lines of progress where there is no terminal
 
@@ -89,17 +87,17 @@ def bench(
     from foredraft.bench.workloads import load_workload
     from foredraft.loading import EngineChoice
 
-    specs = [parse_peer(peer) for peer in _list(peers)]
+    specs = [parse_peer(peer) for peer in listed(peers)]
     if url is not None:
         specs.append(PeerSpec("url", url) if url.startswith("http") else parse_peer(f"url:{url}"))
     plan = Plan(
         model=model,
-        workload=load_workload(workload).spread(limit, _list(categories)),
+        workload=load_workload(workload).spread(limit, listed(categories)),
         cells=cells_of(
-            _list(drafters),
-            draft_tokens=[_number(int, text, "draft-tokens") for text in _list(draft_tokens)],
-            rules=_list(rules),
-            temperatures=[_number(float, text, "temperatures") for text in _list(temperatures)],
+            listed(drafters),
+            draft_tokens=[number(int, text, "draft-tokens") for text in listed(draft_tokens)],
+            rules=listed(rules),
+            temperatures=[number(float, text, "temperatures") for text in listed(temperatures)],
             peers=specs,
         ),
         max_tokens=max_tokens,
@@ -108,23 +106,16 @@ def bench(
         engine=EngineChoice(backend, device, dtype, weights, threads, kv),
         gguf=gguf,
     )
-    with _telling() as (notify, progress), _saying_what_is_kept(out):
+    with counted(_EVERY) as (notify, count), _saying_what_is_kept(out):
+
+        def progress(step: Step) -> None:
+            count(step.done, step.total, f"{step.cell}, {step.item}" if step.cell else "Done", _line(step))
+
         results = run(plan, out, notify=notify, progress=progress)
         notify("Writing the report")
         write_report([results], out / "report.html", out / "report.md")
     _show(Console(highlight=False), results)
     typer.echo(f"written: {out / 'report.html'}, report.md, summary.json and answers.jsonl")
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _number(kind: Callable[[str], T], text: str, name: str) -> T:
-    try:
-        return kind(text)
-    except ValueError:
-        raise InvalidInputError(f"{name} has '{text}', but must be numbers with commas between.") from None
 
 
 @contextmanager
@@ -138,45 +129,8 @@ def _saying_what_is_kept(folder: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _telling() -> Iterator[tuple[Notify, Callable[[Step], None]]]:
-    """What is going on and how long it takes, on standard error: a bar in a terminal, elsewhere a line now and then."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield (lambda message: console.print(f"{message} …")), _lines(console)
-        return
-    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[left]}")
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("Starting", total=None, left="")
-
-        def notify(message: str) -> None:
-            bar.update(task, description=f"{message} …")
-
-        def progress(step: Step) -> None:
-            described = f"{step.cell}, {step.item}" if step.cell else "Done"
-            bar.update(task, description=described, completed=step.done, total=step.total, left=_line(step))
-
-        yield notify, progress
-
-
-def _lines(console: Console) -> Callable[[Step], None]:
-    told = -_EVERY
-
-    def progress(step: Step) -> None:
-        nonlocal told
-        if step.done - told >= _EVERY or step.done == step.total:
-            told = step.done
-            console.print(_line(step))
-
-    return progress
-
-
 def _line(step: Step) -> str:
-    line = f"{step.done} of {step.total} answers"
-    if step.seconds_left is None:
-        return line
-    minutes, seconds = divmod(round(step.seconds_left), 60)
-    return f"{line}, {f'{minutes} min {seconds:02}' if minutes else seconds} s left"
+    return f"{step.done} of {step.total} answers{time_left(step.seconds_left)}"
 
 
 def _show(console: Console, results: Results) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import typer
+
+from foredraft.errors import InvalidInputError
+
+T = TypeVar("T")
 
 ModelArgument = Annotated[str, typer.Argument(help="Bundled name, folder, .gguf file, or hub id (org/name).")]
 PromptArgument = Annotated[str, typer.Argument(help="The prompt, or - to read it from standard input.")]
@@ -41,3 +46,20 @@ WeightsOption = Annotated[
 KvOption = Annotated[str, typer.Option(help="For native: keys and values in f32, or bf16 (half the memory).")]
 ThreadsOption = Annotated[int | None, typer.Option(help="For native; the default is the number of physical cores.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")]
+
+
+def listed(text: str) -> list[str]:
+    """The parts of an option that is a list with commas between."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def number(kind: Callable[[str], T], text: str, name: str) -> T:
+    """A part of such a list as a number.
+
+    Raises:
+        InvalidInputError: It is none; the message names the option.
+    """
+    try:
+        return kind(text)
+    except ValueError:
+        raise InvalidInputError(f"{name} has '{text}', but must be numbers with commas between.") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from time import perf_counter
 
@@ -67,17 +68,27 @@ class Engine:
             costs=costs if costs is not None or drafter is None else drafter.costs,
         )
 
-    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Event]]:
+    def run(self, requests: Sequence[Request], at_once: int | None = None) -> Iterator[tuple[int, Event]]:
         """Events of all requests, each with the index of its request, until every one has ended.
+
+        Args:
+            requests: Prompts and how to continue them.
+            at_once: Most of them in one forward; the next joins when one has ended. `None` runs all together.
 
         Raises:
             InvalidInputError: A request is not right; all are checked before the first one starts.
         """
-        running = {index: Generation(request, self.setup) for index, request in enumerate(requests)}
-        for generation in running.values():
-            generation.start()
+        good = at_once is None or (is_integer(at_once) and at_once >= 1)
+        require("at_once", at_once, good, "an integer >= 1, or None for all")
+        waiting = deque(enumerate([Generation(request, self.setup) for request in requests]))
+        places = at_once or len(waiting)
+        running: dict[int, Generation] = {}
         with self.setup.backend.running():
-            while running:
+            while waiting or running:
+                while waiting and len(running) < places:
+                    index, generation = waiting.popleft()
+                    generation.start()
+                    running[index] = generation
                 yield from self._round(running)
                 running = {index: g for index, g in running.items() if g.finish_reason is None}
 

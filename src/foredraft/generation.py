@@ -100,7 +100,7 @@ class Generation:
 
     def __init__(self, request: Request, setup: Setup) -> None:
         params = request.params
-        self.tokens = _checked_prompt(request.prompt, setup.backend)
+        self.tokens = checked_prompt(request.prompt, setup.backend)
         self._prompt_length = len(self.tokens)
         self._limit = len(self.tokens) + params.max_tokens
         if setup.backend.context is not None:
@@ -288,7 +288,12 @@ class Generation:
         return tuple(warning for warning in found if warning is not None)
 
 
-def _checked_prompt(prompt: Sequence[int], backend: Backend) -> list[int]:
+def checked_prompt(prompt: Sequence[int], backend: Backend) -> list[int]:
+    """The tokens of a prompt.
+
+    Raises:
+        InvalidInputError: It is empty, too long for this model or not of its vocabulary.
+    """
     tokens = list(prompt)
     if not tokens:
         raise InvalidInputError("The prompt is empty: give at least one token to continue from.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from foredraft.proof.verify import Certificate
     from foredraft.tune import Tuning
     from foredraft.types import Completion, Origin, Stats
+
+Count = Callable[[int, int, str, str], None]
+"""Told how much is done, of how much, what is being done, and a line about it."""
 
 _LONG = 2048  # tokens of a prompt that takes so long to read that one wants to know how far it is
 SAME_TEXT = ("greedy", "seed-exact")
@@ -42,6 +46,46 @@ def progress() -> Iterator[Notify]:
         return
     with console.status("Starting …") as status:
         yield lambda message: status.update(f"{message} …")
+
+
+@contextmanager
+def counted(every: int) -> Iterator[tuple[Notify, Count]]:
+    """What is going on and how far it is, on standard error: a bar in a terminal, elsewhere a line `every` so often."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield (lambda message: console.print(f"{message} …")), _lines(console, every)
+        return
+    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[left]}")
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("Starting", total=None, left="")
+
+        def notify(message: str) -> None:
+            bar.update(task, description=f"{message} …")
+
+        def count(done: int, total: int, doing: str, line: str) -> None:
+            bar.update(task, description=doing, completed=done, total=total, left=line)
+
+        yield notify, count
+
+
+def _lines(console: Console, every: int) -> Count:
+    told = -every
+
+    def count(done: int, total: int, doing: str, line: str) -> None:
+        nonlocal told
+        if done - told >= every or done == total:
+            told = done
+            console.print(line)
+
+    return count
+
+
+def time_left(seconds: float | None) -> str:
+    """To stand at the end of a line: empty while it is not known."""
+    if seconds is None:
+        return ""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f", {f'{minutes} min {seconds:02}' if minutes else seconds} s left"
 
 
 def stream(model: Model, text: str, params: SamplingParams, chat: bool | None, out: Console) -> Completion:

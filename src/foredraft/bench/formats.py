@@ -56,6 +56,11 @@ class Item:
         good = self.max_tokens is None or (is_integer(self.max_tokens) and self.max_tokens >= 1)
         require("max_tokens", self.max_tokens, good, "an integer >= 1, or left out")
 
+    @property
+    def beginning(self) -> list[Mapping[str, str]]:
+        """The messages before the first turn."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.history]
+
 
 def items_of(record: Any, number: int) -> list[Item]:
     """The items of one record of a file, in whichever format it is.

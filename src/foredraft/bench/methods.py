@@ -14,6 +14,7 @@ from foredraft.backends.base import Backend
 from foredraft.bench.peers import Peer, PeerRequest
 from foredraft.bench.peers.memory import peak, reset_peak
 from foredraft.bench.records import Cell, Rounds, Turn
+from foredraft.bench.workloads import prompt_ids
 from foredraft.errors import ModelError
 from foredraft.loading import EngineChoice, Loader, parse_drafter
 from foredraft.models import ModelFiles, Notify
@@ -145,10 +146,8 @@ class Own:
         self._drafters: dict[str, Drafter | None] = {}  # that keep nothing from one answer to the next
 
     def encode(self, messages: Sequence[Mapping[str, str]], *, raw: bool) -> tuple[int, ...]:
-        """The ids of a prompt: by the chat template; of a raw text, or without a template, as the texts stand."""
-        if raw or not self.tokenizer.chat_template:
-            return tuple(self._plain.encode("\n\n".join(message["content"] for message in messages), chat=False))
-        return tuple(self._plain.encode([dict(message) for message in messages]))
+        """See `prompt_ids`."""
+        return prompt_ids(self._plain, messages, raw=raw)
 
     def has_room(self, prompt: int) -> bool:
         """Whether a token can follow a prompt of so many."""

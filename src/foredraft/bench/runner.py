@@ -98,7 +98,7 @@ def _fitting(own: Own, plan: Plan, notify: Notify) -> tuple[Workload, list[int]]
     """The items whose first prompt, and an answer, the model's context has room for, and the tokens of each prompt."""
     fitting, lengths = [], []
     for item in plan.workload.items:
-        length = len(own.encode([*_beginning(item), {"role": "user", "content": item.turns[0]}], raw=item.raw))
+        length = len(own.encode([*item.beginning, {"role": "user", "content": item.turns[0]}], raw=item.raw))
         if own.has_room(length):
             fitting.append(item)
             lengths.append(length)
@@ -270,7 +270,7 @@ class _Runner:
     def _ask(self, task: _Task, method: Method) -> tuple[Turn, ...]:
         """All turns of an item, each with the answers before it, as far as the model's context has room for them."""
         item, turns = task.item, list[Turn]()
-        messages = _beginning(item)
+        messages = item.beginning
         for number, text in enumerate(item.turns):
             messages = [*messages, {"role": "user", "content": text}]
             ids = self.own.encode(messages, raw=item.raw)
@@ -312,11 +312,6 @@ class _Runner:
             curve=curve,
         )
         self.results.write_settings(self.folder)
-
-
-def _beginning(item: Item) -> list[Mapping[str, str]]:
-    """What stands before an item's first turn."""
-    return [*([{"role": "system", "content": item.system}] if item.system else []), *item.history]
 
 
 def _middle(curves: Sequence[CostCurve]) -> CostCurve | None:

@@ -8,18 +8,21 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.bench.formats import KNOWN, Item, items_of
 from foredraft.checks import is_integer, require
 from foredraft.errors import InvalidInputError
 
-__all__ = ["BUNDLED", "Item", "Workload", "load_workload"]
+if TYPE_CHECKING:
+    from foredraft.api import Model
+
+__all__ = ["BUNDLED", "Item", "Workload", "load_workload", "prompt_ids"]
 
 BUNDLED = "bundled"
 """The reference of the workload that comes with foredraft."""
@@ -165,3 +168,10 @@ def _with_own_ids(items: Sequence[Item]) -> Iterator[Item]:
             own = f"{item.id}-{next(repeats.setdefault(item.id, count(2)))}"
         taken.add(own)
         yield item if own == item.id else replace(item, id=own)
+
+
+def prompt_ids(model: Model, messages: Sequence[Mapping[str, str]], *, raw: bool) -> tuple[int, ...]:
+    """The ids of a prompt: by the chat template; of a raw text, or without a template, as the texts stand."""
+    if raw or not model.tokenizer.chat_template:
+        return tuple(model.encode("\n\n".join(message["content"] for message in messages), chat=False))
+    return tuple(model.encode([dict(message) for message in messages]))
