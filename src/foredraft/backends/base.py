@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,6 +124,8 @@ class Backend(ABC):
     """
 
     name: str
+    config: Any
+    """The transformers config of its decoder."""
     layers: int
     hidden_size: int
     vocab_size: int

@@ -104,6 +104,7 @@ class TransformersBackend(Backend):
         refuse_unless_croppable(model)
         self.capabilities = Capabilities(trees=True, early_exit=_layered(model), features=_has_features(model))
         config = model.config.get_text_config(decoder=True)
+        self.config = config
         self.layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
         self.model: Any = model
         torch.nn.Module.eval(model)

@@ -35,6 +35,10 @@ class Window(NamedTuple):
     log_total: Tensor
     answer: int
 
+    def to(self, device: torch.device) -> Window:
+        """The same on a device."""
+        return Window(*(part.to(device) for part in self[:4]), self.answer)
+
 
 class Place(NamedTuple):
     """Where a window lies: its file, its first token there, and its length."""

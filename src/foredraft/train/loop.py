@@ -86,6 +86,7 @@ class Progress(NamedTuple):
     """Of this process."""
     seconds_left: float
     losses: Mapping[str, float]
+    tokens_per_second: float
 
 
 class Training:
@@ -136,13 +137,15 @@ class Training:
         self.steps = len(batches) // schedule.accumulate
         self.step = 0
         self.tokens = 0
+        self.figures: dict[str, float] = {}
+        """Of the last validation."""
         self._resume()
 
     def run(self) -> None:
         """Train to the end, from wherever the checkpoint was."""
         log = Log(self._folder, self.step)
         started = saved = perf_counter()
-        first = self.step
+        first, seen = self.step, self.tokens
         self._objective.head.train()
         while self.step < self.steps:
             losses = self._take_step()
@@ -151,9 +154,11 @@ class Training:
             left = (now - started) / (self.step - first) * (self.steps - self.step)
             figures = {name: float(value.detach()) for name, value in losses.items()}
             log.write(self.step, {"tokens": self.tokens, "rate": self._rate, **figures})
-            self._watch(Progress(self.step, self.steps, self.tokens, now - started, left, figures))
+            pace = (self.tokens - seen) / (now - started)
+            self._watch(Progress(self.step, self.steps, self.tokens, now - started, left, figures, pace))
             if self._validation_is_due():
-                log.write(self.step, self._validated())
+                self.figures = self._validated()
+                log.write(self.step, self.figures)
             if now - saved >= self._schedule.save_every or self.step == self.steps:
                 log.flush()
                 self._save()
@@ -191,18 +196,19 @@ class Training:
         every = self._schedule.validate_every
         return self._validate is not None and (self.step == self.steps or (every > 0 and self.step % every == 0))
 
-    def _validated(self) -> Mapping[str, float]:
+    def _validated(self) -> dict[str, float]:
         assert self._validate is not None
         self._objective.head.eval()
         figures = self._validate(self.step)
         self._objective.head.train()
-        return figures
+        return dict(figures)
 
     def _save(self) -> None:
         state = {
             "key": self._key,
             "step": self.step,
             "tokens": self.tokens,
+            "figures": self.figures,
             "head": self._objective.head.state_dict(),
             "optimizer": self._optimizer.state_dict(),
         }
@@ -231,7 +237,7 @@ class Training:
             )
         self._objective.head.load_state_dict(state["head"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.step, self.tokens = state["step"], state["tokens"]
+        self.step, self.tokens, self.figures = state["step"], state["tokens"], state["figures"]
         logger.info("Going on from step %d of %d", self.step, self.steps)
 
 

@@ -50,9 +50,11 @@ class RecurrentObjective:
         self.decay = decay
         self.regression = regression
         self.likely = likely
-        self._index = torch.full((len(embedding),), -1)  # of a token in the draft vocabulary
-        ids = head.draft_ids if head.draft_ids is not None else torch.arange(len(target_rows))
-        self._index[ids] = torch.arange(len(ids))
+        device = embedding.device
+        head.to(device)
+        self._index = torch.full((len(embedding),), -1, device=device)  # of a token in the draft vocabulary
+        every = torch.arange(len(target_rows), device=device)
+        self._index[head.draft_ids if head.draft_ids is not None else every] = every
 
     def losses(self, batch: Window) -> dict[str, Tensor]:
         """Terms by name, means over the places of their step, and their weighted sum as `loss`.
@@ -72,7 +74,7 @@ class RecurrentObjective:
             after = roll.places + 1 + step  # the target's row that says what should have been drafted
             real = (after < p.shape[1]) & known.gather(1, after.clamp(max=p.shape[1] - 1))
             read = self.head.readout(roll.state)[real]  # [places, H]
-            rows = (after + torch.arange(len(p))[:, None] * p.shape[1])[real]
+            rows = (after + torch.arange(len(p), device=p.device)[:, None] * p.shape[1])[real]
             logits = self._logits(read)
             term, log_total = soft_cross_entropy(logits, p.flatten(0, 1), rows)
             found[f"loss_{step}"] = (term / len(rows)).detach()
@@ -101,7 +103,7 @@ class RecurrentObjective:
     ) -> Tensor:
         """Indices `[B, S]` of places to go on from; rows with fewer than the most are filled up with their last ones."""
         token = self._index[batch.ids.gather(1, after.clamp(max=batch.ids.shape[1] - 1))]
-        chance = torch.zeros(real.shape, dtype=log_total.dtype)
+        chance = log_total.new_zeros(real.shape)
         picked = logits.gather(1, token[real].clamp(min=0)[:, None])[:, 0]
         chance[real] = torch.exp(wide(picked) - log_total)
         good = real & (after < batch.ids.shape[1]) & (token >= 0) & (chance >= self.likely)

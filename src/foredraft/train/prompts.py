@@ -68,8 +68,15 @@ def read_prompts(
     Raises:
         InvalidInputError: A file cannot be read, or no prompt fits.
     """
-    asked = Model(target, tokenizer, None)
     items = [item for reference in references for item in load_workload(reference).items]
+    return prompts_of(items, target, tokenizer, notify)
+
+
+def prompts_of(
+    items: Iterable[Item], target: Backend, tokenizer: PreTrainedTokenizerBase, notify: Notify = lambda _: None
+) -> list[Prompt]:
+    """The same of items that are loaded."""
+    asked = Model(target, tokenizer, None)
     prompts = [_first_prompt(item, asked) for item in items]
     fitting = [prompt for prompt in prompts if _has_room(target, prompt)]
     if len(fitting) < len(prompts):

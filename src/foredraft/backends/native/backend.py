@@ -93,6 +93,7 @@ class NativeBackend(Backend):
         measures = weights.measures
         self.weights = weights
         self.kv_format = kv_format
+        self.config = weights.config
         self.layers, self.hidden_size = measures.layers, measures.hidden
         self.vocab_size = min(vocab_size or measures.vocabulary, measures.vocabulary)
         self.embedding_rows = weights.embedding.rows
