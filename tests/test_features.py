@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
-from tiny import BACKENDS, tiny_llama
 
 from foredraft.backends.base import Backend, Query
 from foredraft.types import Draft
+from tiny import BACKENDS, tiny_llama
 
 LAYERS, VOCABULARY = 3, 64
 

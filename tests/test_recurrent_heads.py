@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import BACKENDS, tiny_llama
 
 from foredraft.backends.base import Backend
 from foredraft.backends.transformers import TransformersBackend
@@ -22,6 +21,7 @@ from foredraft.train.objectives import RecurrentObjective
 from foredraft.train.rollout import Rollout
 from foredraft.tree import paths
 from foredraft.types import FinishEvent, SamplingParams
+from tiny import BACKENDS, tiny_llama
 
 VOCABULARY, LAYERS = 64, 3
 SHAPE = BlockShape(hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48)

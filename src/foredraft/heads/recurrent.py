@@ -56,7 +56,7 @@ class RecurrentHead(nn.Module):
 
     @abstractmethod
     def readout(self, state: Tensor) -> Tensor:
-        """What the output matrix reads of the block's output, `[B, n, H]`; the next step starts from the output itself."""
+        """What the output matrix reads of the block's output `[B, n, H]`, from which itself the next step starts."""
 
 
 class Eagle3Head(RecurrentHead):

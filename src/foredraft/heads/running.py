@@ -12,7 +12,7 @@ _FIRST_ROWS = 256
 
 
 class HeadCache:
-    """Keys and values `[1, kv_heads, capacity, d]` of a head's block: the committed rows, then those of drafted nodes."""
+    """Keys and values `[1, kv_heads, capacity, d]` of a head's block: committed rows, then those of drafted nodes."""
 
     def __init__(self, head: RecurrentHead) -> None:
         self._head = head

@@ -1,4 +1,4 @@
-"""Heads that draft from the target's own states, a step from each token to the next: EAGLE-1, EAGLE-3, sequential MTP."""
+"""Heads that draft from the target's own states, a step a token: EAGLE-1, EAGLE-3, sequential MTP."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class TreeProposer(_RecurrentProposer):
         return _likeliest(found, budget)
 
     def _worth_expanding(self, found: Sequence[Candidate], fresh: Sequence[int], budget: int) -> list[int]:
-        """Of the last level the likeliest that are among the best so far: no node below another could be in the draft."""
+        """Of the last level the likeliest of those that are among the best so far: below others no node gets in."""
         bar = sorted((node.score for node in found), reverse=True)[min(budget, len(found)) - 1]
         chosen = sorted((i for i in fresh if found[i].score >= bar), key=lambda i: -found[i].score)[:WIDTH]
         if len(found) >= budget and chosen and found[chosen[0]].score <= bar:

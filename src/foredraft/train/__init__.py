@@ -1,1 +1,1 @@
-"""Training of drafters: text by the target itself, what its layers make of it, and the networks that learn from that."""
+"""Training of drafters: text by the target itself, what its layers make of it, and what learns from that."""

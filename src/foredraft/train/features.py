@@ -24,9 +24,9 @@ _PIECE = 512  # tokens whose logits are looked at together
 class Window(NamedTuple):
     """A piece of a dialogue, of n tokens.
 
-    `features` are `[n, layers, H]` of the layers that the head reads, `states` `[n, H]` what the target's final norm gives
-    out, both in bfloat16; `log_total` `[n]` is the logarithm of the sum of the exponentials of all logits after each
-    token, in float32. `answer` is where the answer begins, which may be before or after the window.
+    `features` are `[n, layers, H]` of the layers that the head reads, `states` `[n, H]` what the target's final norm
+    gives out, both in bfloat16; `log_total` `[n]` is the logarithm of the sum of the exponentials of all logits after
+    each token, in float32. `answer` is where the answer begins, which may be before or after the window.
     """
 
     ids: Tensor
@@ -70,8 +70,8 @@ def write_features(
 ) -> list[Path]:
     """Compute features of dialogues, given as ids and the place where the answer begins; a file for every 64 of them.
 
-    A file that is there already is kept if it was made of the same dialogues with the same `key` (which names the target
-    and its weights), so that a run that was killed goes on where it was.
+    A file that is there already is kept if it was made of the same dialogues with the same `key` (which names the
+    target and its weights), so that a run that was killed goes on where it was.
 
     Raises:
         ModelError: The folder cannot be written.
@@ -172,7 +172,7 @@ class FeatureFiles:
 
 
 def batches(places: Sequence[Place], tokens: int, seed: int, passes: int) -> Iterator[list[Place]]:
-    """Windows of about one length, so many tokens at a time, every window once a pass, in an order that `seed` gives."""
+    """Windows of about one length, so many tokens at a time, each once a pass, in an order that `seed` gives."""
     for index in range(passes):
         yield from batches_of_pass(places, tokens, seed, index)
 

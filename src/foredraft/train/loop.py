@@ -6,6 +6,7 @@ import csv
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -143,7 +144,10 @@ class Training:
 
     def run(self) -> None:
         """Train to the end, from wherever the checkpoint was."""
-        log = Log(self._folder, self.step)
+        with closing(Log(self._folder, self.step)) as log:
+            self._run(log)
+
+    def _run(self, log: Log) -> None:
         started = saved = perf_counter()
         first, seen = self.step, self.tokens
         self._objective.head.train()
@@ -164,7 +168,6 @@ class Training:
                 self._save()
                 saved = perf_counter()
         self._objective.head.eval()
-        log.close()
 
     def _take_step(self) -> dict[str, Tensor]:
         self._rate = self._schedule.rate_at(self.step, self.steps)

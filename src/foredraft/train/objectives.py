@@ -101,7 +101,7 @@ class RecurrentObjective:
     def _worth(
         self, batch: Window, after: Tensor, real: Tensor, logits: Tensor, log_total: Tensor, right: Tensor | None
     ) -> Tensor:
-        """Indices `[B, S]` of places to go on from; rows with fewer than the most are filled up with their last ones."""
+        """Indices `[B, S]` of places to go on from; rows with fewer than the most are filled up with others."""
         token = self._index[batch.ids.gather(1, after.clamp(max=batch.ids.shape[1] - 1))]
         chance = log_total.new_zeros(real.shape)
         picked = logits.gather(1, token[real].clamp(min=0)[:, None])[:, 0]

@@ -1,7 +1,7 @@
 """What a recurrent head says when it goes on from its own states, at many places of a text at once.
 
-Training-time test (EAGLE-3, arXiv 2503.01840): at step j a place i has the head's own state of step j - 1, and sees what
-drafting would see: the rows of step 0 up to i, which come from the target, then its own rows of steps 1 to j.
+Training-time test (EAGLE-3, arXiv 2503.01840): at step j a place i has the head's own state of step j - 1, and sees
+what drafting would see: the rows of step 0 up to i, which come from the target, then its own rows of steps 1 to j.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Rollout:
 
     Attributes:
         places: `[B, S]` where it is.
-        state: `[B, S, H]` after step j: at place i that after the tokens up to i + 1 + j, whose law is of token i + 2 + j.
-            Of the last 1 + j places of a text it means nothing.
+        state: `[B, S, H]` after step j: at place i that after the tokens up to i + 1 + j, whose law is of token
+            i + 2 + j. Of the last 1 + j places of a text it means nothing.
     """
 
     def __init__(self, head: RecurrentHead, features: Tensor, embeddings: Tensor) -> None:
