@@ -236,7 +236,7 @@ def _held_out(
 
     if validate is None:
         return None
-    return prompts_of(load_workload(validate).spread(limit, []), target, tokenizer)
+    return prompts_of(load_workload(validate).spread(limit).items, target, tokenizer)
 
 
 def _step_line(step: TrainingProgress) -> str:
