@@ -71,7 +71,7 @@ class HeadCache:
         self._rows += count
         keys, values = self._keys[:, :, : self._rows], self._values[:, :, : self._rows]
         mixed = scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
-        return head.block.finish(joined.residual, mixed)[0]
+        return head.leave(joined.residual, mixed)[0]
 
     def _reserve(self, rows: int) -> None:
         if rows > self._keys.shape[2]:

@@ -38,7 +38,7 @@ def rollout(head: RecurrentHead, features: Tensor, embeddings: Tensor, steps: in
         groups = head.shape.heads // head.shape.kv_heads
         keys.append(k.repeat_interleave(groups, dim=1))
         values.append(v.repeat_interleave(groups, dim=1))
-        state = head.block.finish(joined.residual, _mix(q, keys, values))
+        state = head.leave(joined.residual, _mix(q, keys, values))
         yield state
 
 
