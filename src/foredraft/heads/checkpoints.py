@@ -211,7 +211,7 @@ def require_target(checkpoint: Checkpoint, target: Backend, vocab_size: int | No
         if given not in allowed:
             raise UnsupportedError(
                 f"The head in {checkpoint.folder} was made for a target with {what} of {given}, and this target has "
-                f"{max(allowed)}: use it with the model it was trained for, or train one for this model (foredraft train)."
+                f"{max(allowed)}: use it with the model that it is for, or train one for this model (foredraft train)."
             )
 
 
@@ -252,7 +252,7 @@ def filled(
             )
     place = target.embed([0]).device
     dtype = torch.float32 if place.type == "cpu" else None
-    state = {own: tensors[name].to(place, dtype) for name, (own, _) in wanted.items()}
+    state = {own: tensors[name].to(place, dtype, copy=True) for name, (own, _) in wanted.items()}
     made.load_state_dict(state, assign=True)
     return made.to(place).eval().requires_grad_(False)
 

@@ -22,6 +22,9 @@ Head: TypeAlias = RecurrentHead
 """Any head that files hold."""
 
 
+_BUNDLED = Path(__file__).parent / "bundled"
+
+
 class Layout(NamedTuple):
     """How heads of a kind lie in a folder: how they are written, told apart from others by content, and read."""
 
@@ -57,8 +60,8 @@ def save_head(
         folder: A new one, or one that holds a head and nothing else, which is replaced.
         target_config: What it drafts for.
         about: What should be known of it, such as how it was trained; kept in the weights file.
-        embedding: `[V, H]` the target's, to be written as well. vLLM and foredraft share the target's own where a file has
-            none; the `speculators` library (0.9, EAGLE-3) and SafeAILab's programs want it in the file.
+        embedding: `[V, H]` the target's, to be written as well. Where a file has none, vLLM and foredraft take the
+            target's own; the `speculators` library (0.9, EAGLE-3) and SafeAILab's programs want it in the file.
         dtype: Of the weights there.
 
     Raises:
@@ -93,6 +96,12 @@ def load_head(folder: Path, target: Backend) -> Head:
             "Give the folder of a head; draft:REF takes a whole model.",
         )
     return layout.read(checkpoint, target)
+
+
+def bundled_heads(kind: str) -> dict[str, Path]:
+    """Folders of the heads of a kind that come with the package, by the name of the bundled model that they are for."""
+    folders = sorted(_BUNDLED.iterdir()) if _BUNDLED.is_dir() else []
+    return {folder.name: folder for folder in folders if about_head(folder).get("kind") == kind}
 
 
 def about_head(folder: Path) -> dict[str, str]:

@@ -83,7 +83,7 @@ def write_eagle3(head: RecurrentHead, target: TargetConfig) -> Written:
 def write_mtp(head: RecurrentHead, target: TargetConfig) -> Written:
     """The sequential MTP module in the `speculators` format.
 
-    The library itself loads those whose block has norms of queries and keys and whose steps start from the normed state.
+    The library loads those whose block has norms of queries and keys and whose steps start from the normed state.
     """
     assert isinstance(head, SequentialMTPHead)
     config = {
@@ -255,8 +255,8 @@ def _feature_layers(checkpoint: Checkpoint, target: Backend) -> tuple[int, ...]:
     layers = tuple(layers or (2, count // 2, count - 3))
     if any(not isinstance(layer, int) or not 0 <= layer < count for layer in layers) or len(set(layers)) < len(layers):
         raise UnsupportedError(
-            f"The head in {checkpoint.folder} reads layers {', '.join(map(str, layers))} of its target, and this target "
-            f"has layers 0 to {count - 1} to read: use it with the model it was trained for."
+            f"The head in {checkpoint.folder} reads layers {', '.join(map(str, layers))} of its target, and this "
+            f"target has layers 0 to {count - 1} to read: use it with the model it was trained for."
         )
     return layers
 
