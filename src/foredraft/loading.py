@@ -27,6 +27,7 @@ from foredraft.proposers.auto import DEFAULT_PARTS, Auto
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.hybrid import Hybrid
+from foredraft.proposers.trained import Trained
 from foredraft.proposers.translation import translation_between
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ BACKENDS = ("auto", "native", "transformers")
 _MOST_THREADS = 1024
 DRAFTER_KINDS: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid}
 """All that can be named, by name."""
+_NEEDED = {
+    "draft": "draft:REF with a model",
+    "early_exit": "early_exit:L with a number of layers",
+    "eagle": "eagle:REF with the folder or hub id of a head",
+    "medusa": "medusa:REF with the folder or hub id of heads",
+}
 KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in DRAFTER_KINDS.values())))
 
 
@@ -84,7 +91,7 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
     if usage == name:
         _refuse_argument(name, argument)
     elif "[" not in usage and not argument:
-        raise InvalidInputError(f"Drafter '{name}' needs more: draft:REF with a model, early_exit:L with a number.")
+        raise InvalidInputError(f"Drafter '{name}' needs more: {_NEEDED[name]}.")
     return name, argument
 
 
@@ -231,19 +238,23 @@ class Loader:
     ) -> Drafter | None:
         """What `parse_drafter` chose, ready to draft for `target`; a draft model is loaded and compared with it.
 
-        `files` are the target's, if it has any: by them it is known whether its costs were measured before.
+        `files` are the target's, if it has any: by them it is known whether its costs were measured before, and which
+        heads come with it.
         """
         if choice is None:
             return None
         name, argument = choice
         if isinstance(argument, Drafter):
             return argument
+        kind = DRAFTER_KINDS[name]
         if name in ("hybrid", "auto"):
-            choices = argument or [(kind.name, "") for kind in DEFAULT_PARTS]
-            parts = [part for each in choices if (part := self.drafter(each, target, tokenizer)) is not None]
+            choices = argument or [(part.name, "") for part in DEFAULT_PARTS]
+            parts = [part for each in choices if (part := self.drafter(each, target, tokenizer, files)) is not None]
             return Hybrid(parts) if name == "hybrid" else Auto(parts, self.costs(target, files))
+        if issubclass(kind, Trained):
+            return kind.for_target(target, argument, files, self._notify)
         if name != DraftModel.name:
-            return DRAFTERS[name].for_target(target, argument)
+            return kind.for_target(target, argument)
         translation = None
         if isinstance(argument, str):
             draft, draft_tokenizer, _ = self.model(argument)

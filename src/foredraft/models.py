@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ Notify = Callable[[str], None]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
 _BROKEN_WHEEL = (zipfile.BadZipFile, zlib.error, EOFError, KeyError)  # KeyError: it does not hold the file
 _HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # nothing that runs when loaded
+_HUB_HEAD_FILES = ("pytorch_model.bin", "*.pt")  # of which only tensors are loaded
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,23 @@ def resolve(reference: str, cache: Path, notify: Notify = lambda _: None) -> Mod
     raise ModelError(
         f"There is no model '{reference}'.{hint} Give a bundled name ({', '.join(BUNDLED)}), a folder with config.json "
         "and safetensors, a .gguf file, or a hub id such as org/name."
+    )
+
+
+def resolve_head(reference: str, notify: Notify = lambda _: None) -> Path:
+    """The folder of a trained head that a reference names: a folder, or a hub id, fetched if it is not here yet.
+
+    Raises:
+        ModelError: Nothing is there, or it cannot be fetched.
+    """
+    path = _local_path(reference)
+    if path is not None and path.is_dir():
+        return path
+    if path is None and _HUB_ID.fullmatch(reference) and not reference.endswith(".gguf"):
+        return _snapshot(reference, (*_HUB_FILES, *_HUB_HEAD_FILES), notify)
+    what = "is a file" if path is not None else "is not there"
+    raise ModelError(
+        f"The head '{reference}' {what}. Give a folder with config.json and weights, or a hub id (org/name)."
     )
 
 
@@ -195,20 +213,32 @@ def _take_from_hub(model: BundledModel, staging: Path) -> Path:
 
 
 def _fetch_from_hub(reference: str, notify: Notify) -> Path:
+    fetched = _snapshot(reference, _HUB_FILES, notify)
+    return _check_gguf(fetched) if fetched.is_file() else _check_folder(fetched)
+
+
+def _snapshot(reference: str, patterns: Sequence[str], notify: Notify) -> Path:
+    """A repository's files of these names, or the one file that the reference names."""
     org, name, *rest = reference.split("/", 2)
     repo = f"{org}/{name}"
     notify(f"Looking for {reference} on the hub")
     try:
         if rest:
-            fetched = Path(huggingface_hub.hf_hub_download(repo, rest[0]))
-        else:
-            fetched = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(_HUB_FILES)))
+            return Path(huggingface_hub.hf_hub_download(repo, rest[0]))
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(patterns)))
     except Exception as error:  # whatever its HTTP client raises
         raise ModelError(
             f"There is no folder '{reference}' here, and the hub did not give it ({_first_line(error)}). "
             "Check the name, the network and, for a gated model, your access."
         ) from error
-    return _check_gguf(fetched) if rest else _check_folder(fetched)
+
+
+def is_bundled(files: ModelFiles, model: BundledModel) -> bool:
+    """Whether files are those of a bundled model, wherever they lie."""
+    if files.reference == model.name:
+        return True
+    path = files.path
+    return path.is_file() and path.stat().st_size == model.size and sha256_of([path]) == model.sha256
 
 
 def _check_folder(folder: Path) -> Path:

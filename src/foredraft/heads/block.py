@@ -14,6 +14,11 @@ from foredraft.checks import is_integer, is_number, require
 class BlockShape:
     """Sizes and constants of a block.
 
+    Args:
+        qk_norm: Whether queries and keys have a norm for each head, as in Qwen3.
+        frequencies: `head_dim / 2` angles by which pairs turn from one position to the next, where they are not those
+            of `rope_theta` (scaled for long contexts).
+
     Raises:
         InvalidInputError: One of them is out of range.
     """
@@ -25,6 +30,8 @@ class BlockShape:
     mlp: int
     epsilon: float = 1e-5
     rope_theta: float = 10000.0
+    qk_norm: bool = False
+    frequencies: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp"):
@@ -35,6 +42,8 @@ class BlockShape:
         for name in ("epsilon", "rope_theta"):
             value = getattr(self, name)
             require(name, value, is_number(value) and value > 0, "a number > 0")
+        given, wanted = len(self.frequencies), self.head_dim // 2
+        require("frequencies", given, given in (0, wanted), f"none or as many as head_dim / 2 = {wanted}")
 
 
 class Norm(nn.Module):
@@ -60,13 +69,18 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        if shape.qk_norm:
+            self.q_norm = Norm(shape.head_dim, shape.epsilon)
+            self.k_norm = Norm(shape.head_dim, shape.epsilon)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated q `[B, heads, n, d]` and k, and v, both `[B, kv_heads, n, d]`, of x `[B, n, inputs]` at positions
         `[n]` or `[B, n]`."""
         d = self.shape.head_dim
         q, k, v = (p(x).unflatten(-1, (-1, d)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        cos, sin = rotary(positions, d, self.shape.rope_theta)
+        if self.shape.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = rotary(positions, self.shape)
         if positions.ndim == 2:
             cos, sin = cos[:, None], sin[:, None]
         return rotate(q, cos, sin), rotate(k, cos, sin), v
@@ -109,9 +123,13 @@ class Block(nn.Module):
         return out
 
 
-def rotary(positions: Tensor, dims: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[…, dims / 2]` of the angles by which pairs are turned."""
-    frequencies = theta ** (-torch.arange(0, dims, 2, dtype=torch.float32, device=positions.device) / dims)
+def rotary(positions: Tensor, shape: BlockShape) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[…, head_dim / 2]` of the angles by which pairs are turned."""
+    if shape.frequencies:
+        frequencies = torch.tensor(shape.frequencies, device=positions.device)
+    else:
+        pairs = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=positions.device)
+        frequencies = shape.rope_theta ** (-pairs / shape.head_dim)
     angles = positions[..., None].float() * frequencies
     return angles.cos(), angles.sin()
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from foredraft.checks import require
 from foredraft.errors import InvalidInputError
 from foredraft.heads.block import Block, BlockShape, Norm
 
@@ -40,6 +42,10 @@ class RecurrentHead(nn.Module):
     draft_ids: Tensor | None
     lm_head: nn.Linear | None
     """Its own matrix `[V_draft, H]`; `None` if the target's reads its states."""
+    norm: Norm
+    """Before the output matrix, in heads that have one."""
+    norm_output: bool = False
+    """Whether the next step starts from what `norm` gives out, instead of what the block does."""
 
     @property
     def shape(self) -> BlockShape:
@@ -54,9 +60,41 @@ class RecurrentHead(nn.Module):
     def join(self, state: Tensor, embedding: Tensor) -> Joined:
         """What the block gets of states g and the embeddings of the tokens after them, both `[B, n, H]`."""
 
+    def leave(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """The state `[B, n, H]` that the next step starts from, of what the block's `finish` takes."""
+        state = self.block.finish(residual, mixed)
+        if self.norm_output:
+            state = self.norm(state)
+        return state
+
     @abstractmethod
     def readout(self, state: Tensor) -> Tensor:
-        """What the output matrix reads of the block's output `[B, n, H]`, from which itself the next step starts."""
+        """What the output matrix reads of a state, `[B, n, H]`."""
+
+
+@dataclass(frozen=True)
+class Eagle3Norms:
+    """Where public EAGLE-3 heads differ in their norms; the names are those of the `speculators` format.
+
+    Args:
+        norm_before_residual: The residual is the state after its norm.
+        norm_before_fc: One norm over the features of all layers side by side.
+        fc_norm: A norm for the features of each layer.
+        norm_output: The next step starts from the normed state.
+
+    Raises:
+        InvalidInputError: Both norms of the features.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            "fc_norm", self.fc_norm, not (self.fc_norm and self.norm_before_fc), "False where norm_before_fc is True"
+        )
 
 
 class Eagle3Head(RecurrentHead):
@@ -66,14 +104,28 @@ class Eagle3Head(RecurrentHead):
         shape: Of its block; `hidden` is the target's.
         feature_layers: Of the target, usually 2, the middle one and the third from the end.
         draft_ids: The target's ids that it can draft.
+        norms: Where it has which.
     """
 
     kind = "eagle3"
 
-    def __init__(self, shape: BlockShape, feature_layers: Sequence[int], draft_ids: Tensor) -> None:
+    def __init__(
+        self,
+        shape: BlockShape,
+        feature_layers: Sequence[int],
+        draft_ids: Tensor,
+        norms: Eagle3Norms = Eagle3Norms(),
+    ) -> None:
         super().__init__()
         self.feature_layers = tuple(feature_layers)
-        self.fc = nn.Linear(len(self.feature_layers) * shape.hidden, shape.hidden, bias=False)
+        self.norms = norms
+        self.norm_output = norms.norm_output
+        layers = len(self.feature_layers)
+        if norms.norm_before_fc:
+            self.input_norm = Norm(layers * shape.hidden, shape.epsilon)
+        if norms.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(shape.hidden, shape.epsilon) for _ in range(layers))
+        self.fc = nn.Linear(layers * shape.hidden, shape.hidden, bias=False)
         self.block = Block(shape, inputs=2 * shape.hidden)
         self.input_layernorm = Norm(shape.hidden, shape.epsilon)
         self.hidden_norm = Norm(shape.hidden, shape.epsilon)
@@ -84,17 +136,21 @@ class Eagle3Head(RecurrentHead):
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `RecurrentHead`."""
-        fused: Tensor = self.fc(features.flatten(-2))
+        if self.norms.fc_norm:
+            features = torch.stack([norm(f) for norm, f in zip(self.fc_norm, features.unbind(-2), strict=True)], dim=-2)
+        x = features.flatten(-2)
+        fused: Tensor = self.fc(self.input_norm(x) if self.norms.norm_before_fc else x)
         return fused
 
     def join(self, state: Tensor, embedding: Tensor) -> Joined:
         """See `RecurrentHead`."""
-        return Joined(torch.cat([self.input_layernorm(embedding), self.hidden_norm(state)], dim=-1), state)
+        normed = self.hidden_norm(state)
+        inputs = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        return Joined(inputs, normed if self.norms.norm_before_residual else state)
 
     def readout(self, state: Tensor) -> Tensor:
         """See `RecurrentHead`."""
-        normed: Tensor = self.norm(state)
-        return normed
+        return state if self.norm_output else self.norm(state)
 
 
 class EagleHead(RecurrentHead):
@@ -135,14 +191,17 @@ class SequentialMTPHead(RecurrentHead):
     Args:
         shape: Of its block; `hidden` is the target's.
         layers: Of the target: it reads what its final norm gives out.
+        norm_output: Whether the next step starts from the normed state, as in Qwen3-Next and the `speculators` library;
+            in DeepSeek-V3 it does not.
     """
 
     kind = "mtp"
     draft_ids = None
     lm_head = None
 
-    def __init__(self, shape: BlockShape, layers: int) -> None:
+    def __init__(self, shape: BlockShape, layers: int, *, norm_output: bool = False) -> None:
         super().__init__()
+        self.norm_output = norm_output
         self.feature_layers = (layers,)
         self.enorm = Norm(shape.hidden, shape.epsilon)
         self.hnorm = Norm(shape.hidden, shape.epsilon)
@@ -162,8 +221,7 @@ class SequentialMTPHead(RecurrentHead):
 
     def readout(self, state: Tensor) -> Tensor:
         """See `RecurrentHead`."""
-        normed: Tensor = self.norm(state)
-        return normed
+        return state if self.norm_output else self.norm(state)
 
 
 def checked_ids(ids: Tensor) -> Tensor:

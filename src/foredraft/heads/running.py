@@ -16,7 +16,7 @@ class HeadCache:
 
     def __init__(self, head: RecurrentHead) -> None:
         self._head = head
-        weight = head.block.self_attn.k_proj.weight
+        weight = self._like = head.block.self_attn.k_proj.weight
         shape = (1, head.shape.kv_heads, 0, head.shape.head_dim)
         self._keys = torch.empty(shape, dtype=weight.dtype, device=weight.device)
         self._values = torch.empty_like(self._keys)
@@ -34,7 +34,7 @@ class HeadCache:
         """
         count = len(features)
         self._rows = self.committed
-        weight = self._head.block.self_attn.k_proj.weight
+        weight = self._like
         state = self._head.fuse(features[None].to(weight))
         seen = torch.ones(count, self.committed + count, dtype=torch.bool, device=weight.device).tril(self.committed)
         positions = torch.arange(count, device=weight.device) + self.committed
@@ -71,7 +71,7 @@ class HeadCache:
         self._rows += count
         keys, values = self._keys[:, :, : self._rows], self._values[:, :, : self._rows]
         mixed = scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
-        return head.block.finish(joined.residual, mixed)[0]
+        return head.leave(joined.residual, mixed)[0]
 
     def _reserve(self, rows: int) -> None:
         if rows > self._keys.shape[2]:

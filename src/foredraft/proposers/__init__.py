@@ -15,6 +15,7 @@ from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
 from foredraft.proposers.self_quant import SelfQuantized
 from foredraft.proposers.suffix import Suffix
+from foredraft.proposers.trained import MTP, Eagle, Eagle3, Medusa
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "ngram": NGram,
@@ -25,5 +26,9 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "early_exit": EarlyExit,
     "layer_skip": LayerSkip,
     "self_quant": SelfQuantized,
+    "eagle3": Eagle3,
+    "eagle": Eagle,
+    "mtp": MTP,
+    "medusa": Medusa,
     "auto": Auto,
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
-from foredraft.acceptance import Draws, Rule
+from foredraft.acceptance import Rule
 from foredraft.arms import Arm, Turn, robust_mean
 from foredraft.backends.base import Backend
 from foredraft.controller import Controller
@@ -72,8 +72,7 @@ class Auto(Joint):
         self.clock = clock
         self.controller = Controller(costs)
         self.arms = {
-            part.name: Arm(part.name, part.draws is not Draws.POINT, costs.acceptance.get(part.name, UNSCORED))
-            for part in self.parts
+            part.name: Arm(part.name, part.runs_model, costs.acceptance.get(part.name, UNSCORED)) for part in self.parts
         }
         self.rounds = self.plain_rounds = 0
         self.deciding = 0.0

@@ -71,6 +71,11 @@ class Drafter(ABC):
     when_nothing_is_accepted: str
     """Likely causes of zero acceptance, for a warning."""
 
+    @property
+    def runs_model(self) -> bool:
+        """Whether what it drafts takes forwards of some network: then it is asked only for what should pay."""
+        return self.draws is not Draws.POINT
+
     @classmethod
     def for_target(cls, target: Backend, argument: str = "") -> Drafter:
         """The drafter for a target, as `NAME` or `NAME:ARGUMENT` asks for it.

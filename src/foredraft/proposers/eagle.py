@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from foredraft.acceptance import Draws, Rule
-from foredraft.backends.base import Backend, Features, KVCache
-from foredraft.errors import InvalidInputError
+from foredraft.backends.base import USE_INSTEAD, Backend, Features, KVCache
+from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.heads.model_layer import run_of
 from foredraft.heads.recurrent import RecurrentHead
-from foredraft.heads.running import HeadCache
 from foredraft.proposers.base import Drafter, Proposer
 from foredraft.randomness import KeyedSource, RandomSource
 from foredraft.sampling import Law, finite_argmax
@@ -22,6 +22,15 @@ from foredraft.types import Draft
 WIDTH = 8
 """Nodes that are expanded at each level, and children that each gets (EAGLE-2 has 10)."""
 DEEPEST = 8
+
+
+def require_features(target: Backend, drafter: str) -> None:
+    """Raise `UnsupportedError` unless the target hands out what its layers compute."""
+    if not target.capabilities.features:
+        raise UnsupportedError(
+            f"Drafter '{drafter}' needs what the target's layers compute, which backend '{target.name}' does not hand "
+            f"out for this model. {USE_INSTEAD}"
+        )
 
 
 class RecurrentDrafter(Drafter):
@@ -36,6 +45,9 @@ class RecurrentDrafter(Drafter):
     Args:
         head: A head for this target.
         target: What it drafts for.
+
+    Raises:
+        UnsupportedError: The target's backend does not hand out what its layers compute.
     """
 
     trees = True
@@ -43,9 +55,15 @@ class RecurrentDrafter(Drafter):
     when_nothing_is_accepted = "the head may have been trained for another target, or for another kind of text"
 
     def __init__(self, head: RecurrentHead, target: Backend) -> None:
+        require_features(target, head.kind)
         self.name = self.usage = head.kind
         self.head = head.eval()
         self.target = target
+
+    @property
+    def runs_model(self) -> bool:
+        """A forward of the head for each level of a tree."""
+        return True
 
     def fit(self, *, trees: bool, rule: Rule | None) -> None:
         """Trees of point masses or chains of drawn tokens, as the rule wants it."""
@@ -70,7 +88,7 @@ class _RecurrentProposer(Proposer):
 
     def __init__(self, drafter: RecurrentDrafter, law: Law, source: RandomSource) -> None:
         self._drafter, self._law, self._source = drafter, law, source
-        self._run = HeadCache(drafter.head)
+        self._run = run_of(drafter.head)
         self._features: Features | None = None
 
     def attach(self, cache: KVCache) -> None:

@@ -55,7 +55,7 @@ class Rollout:
         groups = self._head.shape.heads // self._head.shape.kv_heads
         self._keys.append(k.repeat_interleave(groups, dim=1))
         self._values.append(v.repeat_interleave(groups, dim=1))
-        self.state = self._head.block.finish(joined.residual, self._mix(q))
+        self.state = self._head.leave(joined.residual, self._mix(q))
 
     def _mix(self, q: Tensor) -> Tensor:
         """Attention of `q` `[B, heads, S, d]` to the rows of step 0 up to its place, and to its own later ones."""

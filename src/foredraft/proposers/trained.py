@@ -1,0 +1,117 @@
+"""Drafters by the name of their trained head: read from a folder or a hub id, or what comes with model or package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from foredraft.backends.base import Backend
+from foredraft.backends.transformers import TransformersBackend
+from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.heads.files import Head, bundled_heads, load_head
+from foredraft.heads.model_layer import own_head
+from foredraft.models import BUNDLED, ModelFiles, Notify, is_bundled, resolve_head
+from foredraft.proposers.base import Drafter
+from foredraft.proposers.eagle import RecurrentDrafter, require_features
+
+
+class Trained(RecurrentDrafter):
+    """A drafter whose name is the kind of its head."""
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Backend,
+        argument: str = "",
+        files: ModelFiles | None = None,
+        notify: Notify = lambda _: None,
+    ) -> Drafter:
+        """With the head that the argument names: a folder, or a hub id.
+
+        Args:
+            target: What it drafts for.
+            argument: The reference; may be empty if the kind can be had without.
+            files: The target's, if it has any.
+            notify: Told before anything is fetched.
+
+        Raises:
+            UnsupportedError: The head is for another target, or the target hands out no features, or nothing is there
+                without a reference.
+            InvalidInputError: The head is of another kind.
+            ModelError: It cannot be read.
+        """
+        require_features(target, cls.name)
+        if not argument:
+            return drafter_of(cls.without_reference(target, files), target)
+        bundled = bundled_heads(cls.name)
+        folder = bundled[argument] if argument in bundled else resolve_head(argument, notify)
+        head = load_head(folder, target)
+        if head.kind != cls.name:
+            raise InvalidInputError(f"The head in {folder} is of kind '{head.kind}': ask for {head.kind}:{argument}.")
+        return drafter_of(head, target)
+
+    @classmethod
+    def without_reference(cls, target: Backend, files: ModelFiles | None) -> Head:
+        """The head that is there without being named."""
+        raise InvalidInputError(f"Drafter '{cls.name}' needs the folder or hub id of a head: {cls.name}:REF.")
+
+
+class Eagle3(Trained):
+    """EAGLE-3; without a reference the one that comes with the package for this very model."""
+
+    name = "eagle3"
+    usage = "eagle3[:REF]"
+
+    @classmethod
+    def without_reference(cls, target: Backend, files: ModelFiles | None) -> Head:
+        """The bundled one."""
+        bundled = bundled_heads(cls.name)
+        for name, folder in bundled.items():
+            if files is not None and name in BUNDLED and is_bundled(files, BUNDLED[name]):
+                return load_head(folder, target)
+        raise UnsupportedError(
+            f"No EAGLE-3 head comes with foredraft for this model (only for: {', '.join(bundled) or 'none yet'}). Give "
+            "one, eagle3:REF, or train one: foredraft train eagle3 MODEL."
+        )
+
+
+class Eagle(Trained):
+    """EAGLE-1, with the trees of EAGLE-2."""
+
+    name = "eagle"
+    usage = "eagle:REF"
+
+
+class MTP(Trained):
+    """Multi-token prediction; without a reference by the layers that the model's own checkpoint has for it."""
+
+    name = "mtp"
+    usage = "mtp[:REF]"
+
+    @classmethod
+    def without_reference(cls, target: Backend, files: ModelFiles | None) -> Head:
+        """The model's own."""
+        folder = files.path if files is not None else _folder_of(target)
+        if folder is None or not folder.is_dir():
+            raise UnsupportedError(
+                "Drafter 'mtp' without a reference reads the MTP layers in the folder of the target's safetensors, and "
+                "this target is in none. Give a head, mtp:REF, or train one: foredraft train mtp MODEL."
+            )
+        return own_head(folder, target)
+
+
+class Medusa(Trained):
+    """Medusa heads."""
+
+    name = "medusa"
+    usage = "medusa:REF"
+
+
+def drafter_of(head: Head, target: Backend) -> Drafter:
+    """The drafter that runs a head."""
+    return RecurrentDrafter(head, target)
+
+
+def _folder_of(target: Backend) -> Path | None:
+    """Where a transformers model was loaded from."""
+    where = target.model.name_or_path if isinstance(target, TransformersBackend) else ""
+    return Path(where) if where else None
