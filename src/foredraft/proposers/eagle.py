@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foredraft.acceptance import Draws, Rule
 from foredraft.backends.base import Backend, Features, KVCache
-from foredraft.errors import InvalidInputError
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.running import HeadCache
-from foredraft.proposers.base import Drafter, Proposer
-from foredraft.randomness import KeyedSource, RandomSource
+from foredraft.proposers.base import Proposer
+from foredraft.proposers.heads import HeadDrafter, law_over, likeliest_tokens
+from foredraft.randomness import RandomSource
 from foredraft.sampling import Law, finite_argmax
 from foredraft.types import Draft
 
@@ -24,33 +22,23 @@ WIDTH = 8
 DEEPEST = 8
 
 
-class RecurrentDrafter(Drafter):
+class RecurrentDrafter(HeadDrafter):
     """Drafts with a recurrent head, trees by default.
 
     A tree is EAGLE-2's (Li et al. 2024, arXiv 2406.16858): the likeliest nodes of each level are expanded, and of all
     that were scored the likeliest are kept. Its nodes are a function of the context, so they count as point masses.
     Where the target draws with noise keyed by position, so does the tree: its children are those that come out on top
-    with the very noise that the target will draw with. Rules that want one drawn token a place (`token`, `block`, `hu`)
-    get a chain drawn from the head's law under the request's own settings, with that law as q.
+    with the very noise that the target will draw with.
 
     Args:
         head: A head for this target.
         target: What it drafts for.
     """
 
-    trees = True
-    draft_tokens = 16
-    when_nothing_is_accepted = "the head may have been trained for another target, or for another kind of text"
-
     def __init__(self, head: RecurrentHead, target: Backend) -> None:
         self.name = self.usage = head.kind
         self.head = head.eval()
         self.target = target
-
-    def fit(self, *, trees: bool, rule: Rule | None) -> None:
-        """Trees of point masses or chains of drawn tokens, as the rule wants it."""
-        self.trees = trees and (rule is None or rule.draws is not Draws.ONE)
-        self.draws = Draws.POINT if self.trees else Draws.ONE
 
     def proposer(self, law: Law, source: RandomSource) -> Proposer:
         """A proposer with an empty cache."""
@@ -143,22 +131,12 @@ class TreeProposer(_RecurrentProposer):
         self, states: Tensor, parents: Sequence[int], scores: Sequence[float], depth: int, position: int
     ) -> list[Candidate]:
         """The likeliest tokens after each of these states, at `position` in the text."""
-        logits = self._drafter.logits(states)
-        temperature = 1.0 if self._law.greedy else getattr(self._law, "temperature", 1.0)
-        log_q = torch.log_softmax(logits / temperature, dim=-1)
-        ids = self._drafter.head.draft_ids
-        if isinstance(self._source, KeyedSource) and not self._law.greedy:
-            every = ids if ids is not None else torch.arange(log_q.shape[1], device=log_q.device)
-            log_q = log_q + self._source.at(position).noise(every)
-            best = log_q.topk(min(WIDTH, log_q.shape[1]), dim=-1)
-            chances = torch.softmax(best.values, dim=-1)
-        else:
-            best = log_q.topk(min(WIDTH, log_q.shape[1]), dim=-1)
-            chances = best.values.exp()
-        named = best.indices if ids is None else ids[best.indices]
+        named, chances = likeliest_tokens(
+            self._drafter.logits(states), self._law, self._source.at(position), self._drafter.head.draft_ids, WIDTH
+        )
         return [
             Candidate(token, parent, depth, score * chance)
-            for parent, score, row, odds in zip(parents, scores, named.tolist(), chances.tolist(), strict=True)
+            for parent, score, row, odds in zip(parents, scores, named, chances, strict=True)
             for token, chance in zip(row, odds, strict=True)
         ]
 
@@ -185,7 +163,8 @@ class ChainProposer(_RecurrentProposer):
         history, drafted = list(tokens), list[int]()
         rows: list[Tensor] = []
         while state is not None and len(drafted) < budget:
-            q = self._law_after(history, state)
+            logits = self._drafter.logits(state)
+            q = law_over(logits, self._law, history, self._drafter.head.draft_ids, self._drafter.target.vocab_size)
             if q is None:
                 break
             x = finite_argmax(q) if self._law.greedy else self._source.at(len(history)).draw(q)
@@ -197,16 +176,3 @@ class ChainProposer(_RecurrentProposer):
                 state = self._run.expand(state, self._drafter.target.embed([x]), len(drafted), above)
                 self.forwards += 1
         return Draft.chain(drafted, () if self._law.greedy else rows)
-
-    def _law_after(self, history: Sequence[int], state: Tensor) -> Tensor | None:
-        """The request's law `[V]` over what the head can draft; `None` if nothing of that has mass."""
-        logits = self._drafter.logits(state)
-        ids = self._drafter.head.draft_ids
-        if ids is not None:
-            every = logits.new_full((1, self._drafter.target.vocab_size), -math.inf)
-            logits = every.index_copy_(1, ids, logits)
-        try:
-            q = self._law(history, Draft(), logits)[0]
-        except InvalidInputError:  # bad words or a grammar leave nothing here; of the target they may leave more
-            return None
-        return q if q.amax() > (-math.inf if self._law.greedy else 0.0) else None
