@@ -40,7 +40,7 @@ class ParallelHead(nn.Module):
 
     kind: str
     draft_ids: Tensor | None
-    lm_heads: nn.ModuleList | None = None
+    lm_heads: nn.ModuleList | None
 
     def __init__(self, layers: int, depth: int, draft_ids: Tensor | None) -> None:
         super().__init__()
@@ -49,6 +49,7 @@ class ParallelHead(nn.Module):
         self.depth = depth
         ids = checked_ids(draft_ids) if draft_ids is not None else None
         self.register_buffer("draft_ids", ids, persistent=False)
+        self.lm_heads = None
 
     @abstractmethod
     def states(self, features: Tensor) -> Tensor:
