@@ -251,8 +251,8 @@ def test_model_families_with_full_attention_work(family: str) -> None:
     for name in DRAFTER_MAKERS:
         if name in HEADS:  # what they say does not matter here, so they need no training
             if backend.capabilities.features:
-                drafter: Drafter | None = drafter_with(head_over(backend, name), backend)
-                assert generate(Engine(backend, drafter), [1, 2, 3], greedy).ids == plain.ids
+                engine = Engine(backend, drafter_with(head_over(backend, name), backend))
+                assert generate(engine, [1, 2, 3], greedy).ids == plain.ids
         elif layered or name not in ("early_exit", "layer_skip"):
             assert generate(Engine(backend, drafter_over(backend, name)), [1, 2, 3], greedy).ids == plain.ids
 

@@ -91,8 +91,8 @@ class TreeProposer(_RecurrentProposer):
     @torch.inference_mode()
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The likeliest nodes of a tree that grows while it can get better."""
-        state = self._catch_up(tokens)
-        if state is None or budget < 1:
+        state = self._catch_up(tokens) if budget else None
+        if state is None:
             return Draft()
         found = self._children(state, [-1], [1.0], 1, len(tokens))
         fresh = list(range(len(found)))
@@ -159,7 +159,7 @@ class ChainProposer(_RecurrentProposer):
     @torch.inference_mode()
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A chain with the law that each token was drawn from (greedy requests: a point mass)."""
-        state = self._catch_up(tokens)
+        state = self._catch_up(tokens) if budget else None
         history, drafted = list(tokens), list[int]()
         rows: list[Tensor] = []
         while state is not None and len(drafted) < budget:

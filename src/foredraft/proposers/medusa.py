@@ -71,7 +71,7 @@ class _ParallelProposer(Proposer):
         """A draft of what the heads say from the last committed token on, whose successor is the last of `tokens`."""
         assert self._features is not None
         start, rows = self._features.take()
-        if rows is None or budget < 1:
+        if rows is None or not budget:
             return Draft()
         assert start + len(rows) == len(tokens) - 1
         self.forwards += 1
