@@ -103,7 +103,16 @@ def test_whose_tokens_were_accepted_is_recorded(target: TransformersBackend) -> 
     "params", [SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=0.9, seed=4)]
 )
 @pytest.mark.parametrize(
-    "parts", [("ngram", "recycling"), ("draft", "ngram"), ("recycling", "lookahead", "draft"), ("suffix", "early_exit")]
+    "parts",
+    [
+        ("ngram", "recycling"),
+        ("draft", "ngram"),
+        ("recycling", "lookahead", "draft"),
+        ("suffix", "early_exit"),
+        ("suffix", "eagle3"),
+        ("medusa", "suffix", "recycling"),
+        ("eagle", "mtp-cascaded"),
+    ],
 )
 def test_output_equals_plain_decoding(
     target: TransformersBackend, parts: tuple[str, ...], params: SamplingParams

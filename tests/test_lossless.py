@@ -20,16 +20,22 @@ import torch
 from torch import Tensor
 
 import foredraft.backends
+import foredraft.heads
 from foredraft.acceptance import RULES, chain, default_rule
 from foredraft.backends.base import Backend, KVCache
 from foredraft.engine import Engine
 from foredraft.errors import UnsupportedError
 from foredraft.generation import Request
+from foredraft.heads.parallel import ParallelHead
+from foredraft.heads.recurrent import RecurrentHead
 from foredraft.proof.enumeration import ancestral_law
 from foredraft.proof.statistics import g_test
 from foredraft.proposers import DRAFTERS
+from foredraft.proposers.base import Drafter, Proposer
+from foredraft.proposers.eagle import ChainProposer
+from foredraft.proposers.medusa import ParallelChainProposer
 from foredraft.sampling import probabilities
-from foredraft.types import SamplingParams
+from foredraft.types import Draft, SamplingParams
 from tiny import (
     BACKENDS,
     DRAFTER_MAKERS,
@@ -40,25 +46,39 @@ from tiny import (
     plain_chain,
     tiny_llama,
 )
+from tiny_heads import HEAD_DRAFTERS, head_over
+
+KINDS: dict[str, type[Drafter]] = {**DRAFTERS, **HEAD_DRAFTERS}
+"""What drafts in each row: the drafters of the registry, and one with every kind of head."""
+
+EITHER_WAY = ("auto", *HEAD_DRAFTERS)
+"""They draft chains where there must be no trees."""
 
 Row = tuple[str, str, str]
 """Names of drafter, backend and rule."""
 
-MATRIX: list[Row] = list(itertools.product(DRAFTERS, BACKENDS, RULES))
+MATRIX: list[Row] = list(itertools.product(KINDS, BACKENDS, RULES))
 
 
 def fits(row: Row) -> bool:
-    """Whether the rule is made for what the drafter drafts; `auto` drafts chains where there must be no trees."""
+    """Whether the rule is made for what the drafter drafts."""
     drafter, _, name = row
-    rule, kind = RULES[name], DRAFTERS[drafter]
-    return rule.greedy or (rule.draws >= kind.draws and (rule.trees >= kind.trees or drafter == "auto"))
+    rule, kind = RULES[name], KINDS[drafter]
+    return rule.greedy or (rule.draws >= kind.draws and (rule.trees >= kind.trees or drafter in EITHER_WAY))
 
 
 # The tables are complete
 
 
 def test_every_drafter_is_run() -> None:
-    assert set(DRAFTER_MAKERS) == set(DRAFTERS)
+    assert set(DRAFTER_MAKERS) == set(KINDS)
+
+
+def test_every_kind_of_head_is_run(target: Backend) -> None:
+    for module in pkgutil.walk_packages(foredraft.heads.__path__, "foredraft.heads."):
+        importlib.import_module(module.name)
+    found = {*RecurrentHead.__subclasses__(), *ParallelHead.__subclasses__()}
+    assert {type(head_over(target, name)) for name in HEAD_DRAFTERS} == found
 
 
 def test_every_backend_is_run() -> None:
@@ -137,13 +157,17 @@ def test_seeded_output_of_keyed_rules_equals_plain_decoding(
 
 
 class StaleBackend(CountingBackend):
-    """Keeps the rejected tokens in its cache."""
+    """Keeps the rejected tokens in its cache. Heads hear of the accepted ones alone, and so can go on."""
 
     def commit(self, cache: KVCache, path: Sequence[int]) -> None:
+        readers, cache.features = cache.features, []
+        for features in readers:
+            features.commit(path)
         super().commit(cache, range(len(self.drafts[-1])))
+        cache.features = readers
 
 
-@pytest.mark.parametrize(("drafter", "backend"), list(itertools.product(DRAFTERS, BACKENDS)))
+@pytest.mark.parametrize(("drafter", "backend"), list(itertools.product(KINDS, BACKENDS)))
 def test_control_stale_cache_is_caught_by_equality(
     tiny_target: Any, plain_ids: list[list[int]], drafter: str, backend: str
 ) -> None:
@@ -191,9 +215,9 @@ def drawn(few_tokens: Any, drafter: str, backend: str, rule: str) -> Counter[tup
 
 # To save time, every drafter is drawn by its default rule on the native backend, the fastest, and one of each kind of
 # draw by every rule there. Rules and engine are the same on every backend, and equality is tested in all rows: on the
-# others a few drafters will do.
-BY_EVERY_RULE = ("ngram", "draft")
-ON_OTHER_BACKENDS = ("ngram", "draft", "recycling")
+# others a few drafters will do. Heads are drawn where they draft by chance; their trees are in the rows of equality.
+BY_EVERY_RULE = ("ngram", "draft", "eagle3", "medusa")
+ON_OTHER_BACKENDS = ("ngram", "draft", "recycling", "eagle3", "medusa")
 
 
 def drawing(lossy: bool) -> list[Row]:
@@ -207,8 +231,8 @@ def is_drawn(drafter: str, backend: str, rule: str) -> bool:
 
 
 def usual_rule(drafter: str) -> str:
-    kind = DRAFTERS[drafter]
-    return default_rule(kind.draws, kind.trees).name
+    kind = KINDS[drafter]
+    return "block" if drafter in HEAD_DRAFTERS else default_rule(kind.draws, kind.trees).name
 
 
 @pytest.mark.parametrize(("drafter", "backend", "rule"), drawing(lossy=False))
@@ -226,9 +250,29 @@ def test_sampled_output_of_a_lossy_rule_is_found_out(
     assert not g_test(drawn(few_tokens, drafter, backend, rule), exact).passed
 
 
-@pytest.mark.parametrize("drafter", BY_EVERY_RULE)
+@pytest.mark.parametrize("drafter", ["ngram", "draft"])
 def test_control_correction_without_subtraction_is_caught_on_the_engine(
     few_tokens: Any, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     monkeypatch.setattr(chain, "residual", lambda draft, node, p: p)
     assert not g_test(drawn(few_tokens, drafter, "native", "token"), exact).passed
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(("drafter", "proposer"), [("eagle3", ChainProposer), ("medusa", ParallelChainProposer)])
+def test_control_a_chain_that_was_drawn_at_another_temperature_is_caught(
+    few_tokens: Any,
+    exact: dict[tuple[int, ...], float],
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: str,
+    proposer: type[Proposer],
+    rule: str,
+) -> None:
+    honest = proposer.propose
+
+    def at_half_of_it(self: Proposer, tokens: Sequence[int], budget: int) -> Draft:
+        draft = honest(self, tokens, budget)
+        return replace(draft, q=tuple(q**2 / (q**2).sum() for q in draft.q if q is not None))
+
+    monkeypatch.setattr(proposer, "propose", at_half_of_it)
+    assert not g_test(drawn(few_tokens, drafter, "native", rule), exact).passed

@@ -33,6 +33,7 @@ from foredraft.proposers.suffix import Suffix
 from foredraft.randomness import RandomSource, TorchSource
 from foredraft.sampling import Law
 from foredraft.types import Completion, Draft, Event, FinishEvent, RoundEvent, SamplingParams, TokenEvent
+from tiny_heads import head_drafter
 
 _FAST: Any = PreTrainedTokenizerFast  # its constructor has no type hints
 
@@ -249,8 +250,16 @@ DRAFTER_MAKERS: dict[str, Callable[[Backend, float], Drafter]] = {
     "early_exit": lambda target, noise: EarlyExit(target, 1),
     "layer_skip": lambda target, noise: LayerSkip(target),
     "self_quant": lambda target, noise: SelfQuantized(target),
+    "eagle3": lambda target, noise: head_drafter(target, "eagle3"),
+    "eagle": lambda target, noise: head_drafter(target, "eagle"),
+    "mtp": lambda target, noise: head_drafter(target, "mtp"),
+    "medusa": lambda target, noise: head_drafter(target, "medusa"),
+    "mtp-independent": lambda target, noise: head_drafter(target, "mtp-independent"),
+    "mtp-cascaded": lambda target, noise: head_drafter(target, "mtp-cascaded"),
 }
-"""How the tests make each drafter of the registry for a target; a draft model is as wrong as `noise` makes it."""
+"""How the tests make each drafter of the registry and one with each kind of head for a target.
+
+A draft model is as wrong as `noise` makes it; heads were trained for a moment."""
 
 
 def drafter_over(target: Backend, name: str, noise: float = 0.1) -> Drafter | None:

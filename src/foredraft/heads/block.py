@@ -89,11 +89,11 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     """`down(silu(gate x) * up x)`."""
 
-    def __init__(self, shape: BlockShape) -> None:
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.mlp, bias=False)
-        self.down_proj = nn.Linear(shape.mlp, shape.hidden, bias=False)
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` to the same."""
@@ -114,7 +114,7 @@ class Block(nn.Module):
         self.shape = shape
         self.self_attn = Attention(shape, inputs)
         self.post_attention_layernorm = Norm(shape.hidden, shape.epsilon)
-        self.mlp = GatedMLP(shape)
+        self.mlp = GatedMLP(shape.hidden, shape.mlp)
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
         """The layer's output `[B, n, hidden]` from its residual and the mixed values `[B, heads, n, d]`."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foredraft.acceptance import Draws, Rule
-from foredraft.backends.base import USE_INSTEAD, Backend, Features, KVCache
-from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.backends.base import Backend, Features, KVCache
 from foredraft.heads.model_layer import run_of
 from foredraft.heads.recurrent import RecurrentHead
-from foredraft.proposers.base import Drafter, Proposer
-from foredraft.randomness import KeyedSource, RandomSource
+from foredraft.proposers.base import Proposer
+from foredraft.proposers.heads import HeadDrafter, law_over, likeliest_tokens, require_features
+from foredraft.randomness import RandomSource
 from foredraft.sampling import Law, finite_argmax
 from foredraft.types import Draft
 
@@ -24,23 +22,13 @@ WIDTH = 8
 DEEPEST = 8
 
 
-def require_features(target: Backend, drafter: str) -> None:
-    """Raise `UnsupportedError` unless the target hands out what its layers compute."""
-    if not target.capabilities.features:
-        raise UnsupportedError(
-            f"Drafter '{drafter}' needs what the target's layers compute, which backend '{target.name}' does not hand "
-            f"out for this model. {USE_INSTEAD}"
-        )
-
-
-class RecurrentDrafter(Drafter):
+class RecurrentDrafter(HeadDrafter):
     """Drafts with a recurrent head, trees by default.
 
     A tree is EAGLE-2's (Li et al. 2024, arXiv 2406.16858): the likeliest nodes of each level are expanded, and of all
     that were scored the likeliest are kept. Its nodes are a function of the context, so they count as point masses.
     Where the target draws with noise keyed by position, so does the tree: its children are those that come out on top
-    with the very noise that the target will draw with. Rules that want one drawn token a place (`token`, `block`, `hu`)
-    get a chain drawn from the head's law under the request's own settings, with that law as q.
+    with the very noise that the target will draw with.
 
     Args:
         head: A head for this target.
@@ -50,25 +38,11 @@ class RecurrentDrafter(Drafter):
         UnsupportedError: The target's backend does not hand out what its layers compute.
     """
 
-    trees = True
-    draft_tokens = 16
-    when_nothing_is_accepted = "the head may have been trained for another target, or for another kind of text"
-
     def __init__(self, head: RecurrentHead, target: Backend) -> None:
         require_features(target, head.kind)
         self.name = self.usage = head.kind
         self.head = head.eval()
         self.target = target
-
-    @property
-    def runs_model(self) -> bool:
-        """A forward of the head for each level of a tree."""
-        return True
-
-    def fit(self, *, trees: bool, rule: Rule | None) -> None:
-        """Trees of point masses or chains of drawn tokens, as the rule wants it."""
-        self.trees = trees and (rule is None or rule.draws is not Draws.ONE)
-        self.draws = Draws.POINT if self.trees else Draws.ONE
 
     def proposer(self, law: Law, source: RandomSource) -> Proposer:
         """A proposer with an empty cache."""
@@ -121,8 +95,8 @@ class TreeProposer(_RecurrentProposer):
     @torch.inference_mode()
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The likeliest nodes of a tree that grows while it can get better."""
-        state = self._catch_up(tokens)
-        if state is None or budget < 1:
+        state = self._catch_up(tokens) if budget else None
+        if state is None:
             return Draft()
         found = self._children(state, [-1], [1.0], 1, len(tokens))
         fresh = list(range(len(found)))
@@ -161,22 +135,12 @@ class TreeProposer(_RecurrentProposer):
         self, states: Tensor, parents: Sequence[int], scores: Sequence[float], depth: int, position: int
     ) -> list[Candidate]:
         """The likeliest tokens after each of these states, at `position` in the text."""
-        logits = self._drafter.logits(states)
-        temperature = 1.0 if self._law.greedy else getattr(self._law, "temperature", 1.0)
-        log_q = torch.log_softmax(logits / temperature, dim=-1)
-        ids = self._drafter.head.draft_ids
-        if isinstance(self._source, KeyedSource) and not self._law.greedy:
-            every = ids if ids is not None else torch.arange(log_q.shape[1], device=log_q.device)
-            log_q = log_q + self._source.at(position).noise(every)
-            best = log_q.topk(min(WIDTH, log_q.shape[1]), dim=-1)
-            chances = torch.softmax(best.values, dim=-1)
-        else:
-            best = log_q.topk(min(WIDTH, log_q.shape[1]), dim=-1)
-            chances = best.values.exp()
-        named = best.indices if ids is None else ids[best.indices]
+        named, chances = likeliest_tokens(
+            self._drafter.logits(states), self._law, self._source.at(position), self._drafter.head.draft_ids, WIDTH
+        )
         return [
             Candidate(token, parent, depth, score * chance)
-            for parent, score, row, odds in zip(parents, scores, named.tolist(), chances.tolist(), strict=True)
+            for parent, score, row, odds in zip(parents, scores, named, chances, strict=True)
             for token, chance in zip(row, odds, strict=True)
         ]
 
@@ -199,11 +163,12 @@ class ChainProposer(_RecurrentProposer):
     @torch.inference_mode()
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A chain with the law that each token was drawn from (greedy requests: a point mass)."""
-        state = self._catch_up(tokens)
+        state = self._catch_up(tokens) if budget else None
         history, drafted = list(tokens), list[int]()
         rows: list[Tensor] = []
         while state is not None and len(drafted) < budget:
-            q = self._law_after(history, state)
+            logits = self._drafter.logits(state)
+            q = law_over(logits, self._law, history, self._drafter.head.draft_ids, self._drafter.target.vocab_size)
             if q is None:
                 break
             x = finite_argmax(q) if self._law.greedy else self._source.at(len(history)).draw(q)
@@ -215,16 +180,3 @@ class ChainProposer(_RecurrentProposer):
                 state = self._run.expand(state, self._drafter.target.embed([x]), len(drafted), above)
                 self.forwards += 1
         return Draft.chain(drafted, () if self._law.greedy else rows)
-
-    def _law_after(self, history: Sequence[int], state: Tensor) -> Tensor | None:
-        """The request's law `[V]` over what the head can draft; `None` if nothing of that has mass."""
-        logits = self._drafter.logits(state)
-        ids = self._drafter.head.draft_ids
-        if ids is not None:
-            every = logits.new_full((1, self._drafter.target.vocab_size), -math.inf)
-            logits = every.index_copy_(1, ids, logits)
-        try:
-            q = self._law(history, Draft(), logits)[0]
-        except InvalidInputError:  # bad words or a grammar leave nothing here; of the target they may leave more
-            return None
-        return q if q.amax() > (-math.inf if self._law.greedy else 0.0) else None

@@ -11,7 +11,8 @@ from foredraft.heads.files import Head, bundled_heads, load_head
 from foredraft.heads.model_layer import own_head
 from foredraft.models import BUNDLED, ModelFiles, Notify, is_bundled, resolve_head
 from foredraft.proposers.base import Drafter
-from foredraft.proposers.eagle import RecurrentDrafter, require_features
+from foredraft.proposers.eagle import RecurrentDrafter
+from foredraft.proposers.heads import require_features
 
 
 class Trained(RecurrentDrafter):

@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 class Objective(Protocol):
     """What is trained and for what."""
 
-    head: nn.Module
+    @property
+    def head(self) -> nn.Module:
+        """Whose parameters are trained."""
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
         """Terms by name; `loss` is what is minimised."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.checks import is_number, require
+from foredraft.heads.parallel import ParallelHead
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.train.features import Window
 from foredraft.train.rollout import Rollout
@@ -62,7 +64,7 @@ class RecurrentObjective:
         While the head is not training also `agree_j`: the share of all places at which steps 0 to j all name what the
         target does.
         """
-        p = self._target_law(batch)
+        p = target_law(batch, self.target_rows)
         known = torch.isfinite(batch.log_total)
         embeddings = self.embedding[batch.ids]
         roll = Rollout(self.head, batch.features.to(embeddings.dtype), embeddings)
@@ -119,13 +121,75 @@ class RecurrentObjective:
             return own
         return torch.nn.functional.linear(read, self.target_rows.to(read.dtype))
 
-    @torch.no_grad()
-    def _target_law(self, batch: Window) -> Tensor:
-        """`[B, n, V_draft]` the target's probabilities after each token; they sum to what the draft vocabulary has."""
-        p = torch.nn.functional.linear(batch.states, self.target_rows.to(batch.states.dtype))
-        for part, totals in zip(p.flatten(0, 1).split(_ROWS), batch.log_total.flatten().split(_ROWS), strict=True):
-            part.copy_(torch.exp(wide(part) - totals[:, None]))
-        return p
+
+class ParallelObjective:
+    """Soft cross entropy of what a parallel head drafts, a term for each depth, against the target's own law there.
+
+    That law knows the tokens between, which the head does not: what it learns is its average over them.
+
+    Args:
+        head: To be trained.
+        target_rows: `[V_draft, H]` of the target's head, for the ids that the head drafts.
+        weights: Of the terms, by depth; `None` takes `depth_weights`.
+
+    Raises:
+        InvalidInputError: There is not one weight for each depth.
+    """
+
+    def __init__(self, head: ParallelHead, target_rows: Tensor, weights: Sequence[float] | None = None) -> None:
+        self.head = head.to(target_rows.device)
+        self.target_rows = target_rows
+        self.weights = tuple(depth_weights(head) if weights is None else weights)
+        good = len(self.weights) == head.depth and all(is_number(w) and w >= 0 for w in self.weights)
+        require("weights", self.weights, good, f"{head.depth} numbers >= 0, one for each depth")
+
+    def losses(self, batch: Window) -> dict[str, Tensor]:
+        """Terms by name, means over the places of their depth, and their weighted sum as `loss`.
+
+        Depths are counted from 0; `weight_j` is that of depth j. While the head is not training also `agree_j`: the share
+        of the places of depth j at which depths 0 to j all name what the target does.
+        """
+        p = target_law(batch, self.target_rows)
+        places = torch.arange(p.shape[0] * p.shape[1], device=p.device).view(p.shape[:2])
+        states = self.head.states(batch.features.to(next(self.head.parameters()).dtype))
+        found: dict[str, Tensor] = {}
+        total = wide(p[:0]).new_zeros(())
+        right = torch.ones_like(places, dtype=torch.bool)
+        for depth, weight in enumerate(self.weights):
+            known = torch.isfinite(batch.log_total[:, 1 + depth :])
+            rows = places[:, 1 + depth :][known]  # of the target's law, for each row of logits
+            read = states[depth][:, : known.shape[1]][known]
+            logits = self.head.logits_at(depth, read, self._shared)
+            term = soft_cross_entropy(logits, p.flatten(0, 1), rows)[0] / max(1, len(rows))
+            found[f"loss_{depth}"] = term.detach()
+            found[f"weight_{depth}"] = term.new_tensor(weight)
+            total = total + weight * term
+            if not self.head.training:
+                agrees = torch.zeros_like(known)
+                agrees[known] = logits.argmax(-1) == p.flatten(0, 1)[rows].argmax(-1)
+                right = agrees & right[:, : known.shape[1]]
+                found[f"agree_{depth}"] = right.sum() / max(1, len(rows))
+        return {"loss": total, **found}
+
+    def _shared(self, states: Tensor) -> Tensor:
+        return torch.nn.functional.linear(states, self.target_rows.to(states.dtype))
+
+
+def depth_weights(head: ParallelHead) -> tuple[float, ...]:
+    """What depths count: Medusa's k-th, from 1 on, 0.8^k (arXiv 2401.10774), MTP's all the same (arXiv 2404.19737)."""
+    return tuple(0.8**k if head.kind == "medusa" else 1.0 for k in range(1, head.depth + 1))
+
+
+@torch.no_grad()
+def target_law(batch: Window, rows: Tensor) -> Tensor:
+    """Probabilities `[B, n, V_draft]` of the tokens with these `rows` `[V_draft, H]` of the head, after each token.
+
+    They sum to what these tokens have.
+    """
+    p = torch.nn.functional.linear(batch.states, rows.to(batch.states.dtype))
+    for part, totals in zip(p.flatten(0, 1).split(_ROWS), batch.log_total.flatten().split(_ROWS), strict=True):
+        part.copy_(torch.exp(wide(part) - totals[:, None]))
+    return p
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -163,6 +227,11 @@ def soft_cross_entropy(logits: Tensor, p: Tensor, rows: Tensor) -> tuple[Tensor,
     """
     found: tuple[Tensor, Tensor] = _SoftCrossEntropy.apply(logits, p, rows)  # type: ignore[no-untyped-call]
     return found
+
+
+def share(found: Tensor, known: Tensor) -> Tensor:
+    """The sum over all places by the number of those that are known."""
+    return found.sum() / known.sum().clamp(min=1)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+"""What all drafters with heads share: when they draft trees and when chains, and how they rank and draw tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foredraft.acceptance import Draws, Rule
+from foredraft.backends.base import USE_INSTEAD, Backend
+from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.proposers.base import Drafter
+from foredraft.randomness import KeyedSource, RandomSource
+from foredraft.sampling import Law
+from foredraft.types import Draft
+
+
+class HeadDrafter(Drafter):
+    """Drafts with a head: trees by default, whose nodes are a function of the context and count as point masses.
+
+    Rules that want one drawn token a place (`token`, `block`, `hu`) get a chain drawn from the head's law under the
+    request's own settings, with that law as q.
+    """
+
+    trees = True
+    draft_tokens = 16
+    when_nothing_is_accepted = "the head may have been trained for another target, or for another kind of text"
+
+    @property
+    def runs_model(self) -> bool:
+        """A forward of the head for each level of a tree, or for all of it."""
+        return True
+
+    def fit(self, *, trees: bool, rule: Rule | None) -> None:
+        """Trees of point masses or chains of drawn tokens, as the rule wants it."""
+        self.trees = trees and (rule is None or rule.draws is not Draws.ONE)
+        self.draws = Draws.POINT if self.trees else Draws.ONE
+
+
+def require_features(target: Backend, drafter: str) -> None:
+    """Raise `UnsupportedError` unless the target hands out what its layers compute."""
+    if not target.capabilities.features:
+        raise UnsupportedError(
+            f"Drafter '{drafter}' needs what the target's layers compute, which backend '{target.name}' does not hand "
+            f"out for this model. {USE_INSTEAD}"
+        )
+
+
+def likeliest_tokens(
+    logits: Tensor, law: Law, source: RandomSource, ids: Tensor | None, width: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """The tokens to draft after each state, and the chance of each.
+
+    Where the target will draw with noise keyed by position, tokens are ranked with that noise, and chances are those of
+    coming out on top.
+
+    Args:
+        logits: `[n, V_draft]`, of tokens that all stand at one position.
+        law: The request's, for its temperature.
+        source: The request's, at that position.
+        ids: `[V_draft]` the target's ids of these columns; `None` if they are all.
+        width: Most tokens a row.
+    """
+    temperature = 1.0 if law.greedy else getattr(law, "temperature", 1.0)
+    log_q = torch.log_softmax(logits / temperature, dim=-1)
+    width = min(width, log_q.shape[1])
+    if isinstance(source, KeyedSource) and not law.greedy:
+        every = ids if ids is not None else torch.arange(log_q.shape[1], device=log_q.device)
+        best = (log_q + source.noise(every)).topk(width, dim=-1)
+        chances = torch.softmax(best.values, dim=-1)
+    else:
+        best = log_q.topk(width, dim=-1)
+        chances = best.values.exp()
+    named = best.indices if ids is None else ids[best.indices]
+    return named.tolist(), chances.tolist()
+
+
+def law_over(logits: Tensor, law: Law, history: Sequence[int], ids: Tensor | None, vocab_size: int) -> Tensor | None:
+    """The request's law `[V]` after `history` over what a head can draft; `None` if nothing of that has mass.
+
+    Args:
+        logits: `[1, V_draft]` the head's.
+        law: The request's.
+        history: All tokens so far, drafted ones included.
+        ids: `[V_draft]` the target's ids of these columns; `None` if they are all.
+        vocab_size: The target's.
+    """
+    if ids is not None:
+        logits = logits.new_full((1, vocab_size), -math.inf).index_copy_(1, ids, logits)
+    try:
+        q = law(history, Draft(), logits)[0]
+    except InvalidInputError:  # bad words or a grammar leave nothing here; of the target they may leave more
+        return None
+    return q if q.amax() > (-math.inf if law.greedy else 0.0) else None
