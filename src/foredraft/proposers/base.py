@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.acceptance import Draws
@@ -15,6 +17,10 @@ from foredraft.costs import Costs
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
+
+OFFER = np.dtype([("token", "i4"), ("parent", "i4"), ("score", "f8")], align=True)
+"""A node of a draft that is to be joined with others."""
+NO_SCORE = -1.0
 
 
 class Verification(NamedTuple):
@@ -41,6 +47,13 @@ class Proposer(ABC):
 
         It is asked once a round; `budget` is 0 in the last one if a single token is left to emit.
         """
+
+    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any]) -> int:
+        """`propose` for who joins drafts: the nodes go to the first of `nodes`, rows of `OFFER`. Returns how many."""
+        draft = self.propose(tokens, budget)
+        found = nodes[: len(draft)]
+        found["token"], found["parent"], found["score"] = draft.tokens, draft.parents, draft.scores or NO_SCORE
+        return len(draft)
 
     def attach(self, cache: KVCache) -> None:  # noqa: B027  (most need no target)
         """Get the target's cache of this sequence, before the first draft: for those who draft with the target."""
