@@ -23,6 +23,12 @@ OFFER = np.dtype([("token", "i4"), ("parent", "i4"), ("score", "f8")], align=Tru
 NO_SCORE = -1.0
 
 
+def drafted(nodes: NDArray[Any]) -> Draft:
+    """The draft of these rows of `OFFER`, which have scores."""
+    tokens, parents, scores = zip(*nodes.tolist(), strict=True) if len(nodes) else ((), (), ())
+    return Draft(tokens, parents, scores=scores)
+
+
 class Verification(NamedTuple):
     """What the target said about a draft: `logits` are `[N+1, V]`, row 0 after the root."""
 

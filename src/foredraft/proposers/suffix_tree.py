@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foredraft.proposers import suffix_kernels as kernels
-from foredraft.proposers.suffix_kernels import Arrays, Floats, Ints, Limits
+from foredraft.proposers.suffix_kernels import Arrays, Ints, Limits
 
 _ROW_BYTES = 4 * (kernels.COLUMNS + 2 + 1)  # a node, its two slots in the table, one token of text
 _LEAST_ROWS = 512
-
-
-class Candidate(NamedTuple):
-    """A tree of tokens: `nodes` `[N, 2]` has each one's token and parent (-1 at the top), parents first.
-
-    `scores` `[N]` are the path probabilities, which do not increase from node to node; `total` is their sum.
-    """
-
-    nodes: Ints
-    scores: Floats
-    total: float
 
 
 class SuffixTree:
@@ -105,7 +95,12 @@ class SuffixTree:
         """How often a run of 1 to `max_depth` tokens occurs."""
         return int(kernels.count(self._arrays, np.array(tokens, dtype=np.int32)))
 
-    def propose(self, tail: Ints, limits: Limits) -> Candidate:
+    def tail(self, longest: int) -> Ints:
+        """At most so many of the last tokens of the open sequence, until more are read."""
+        end = int(self._arrays.header[kernels.END])
+        return self._arrays.text[max(int(self._arrays.header[kernels.OPEN]), end - longest) : end]
+
+    def propose(self, tail: Ints, limits: Limits, nodes: NDArray[Any], least: float = 0.0) -> tuple[int, float]:
         """The best candidate among those that follow the occurrences of each end of `tail`.
 
         For every length of a match a tree grows by its likeliest node, up to `factor * length + offset` nodes; the
@@ -115,13 +110,22 @@ class SuffixTree:
         Args:
             tail: `[n]` int32, the last tokens, at most `max_depth`; the open sequence, if there is one, ends in them.
             limits: What a candidate may be.
-        """
-        return Candidate(*kernels.propose(self._arrays, tail, limits))
+            nodes: Rows of `proposers.base.OFFER`, of which the first ones become the candidate's nodes, the likeliest
+                first and parents before their children, with their path probabilities.
+            least: The sum that a candidate must surpass.
 
-    def follow(self, tokens: Sequence[int], longest: int, limits: Limits) -> Candidate:
+        Returns how many nodes it has, and their sum; no nodes and `least` if there is none.
+        """
+        given: Any = (*self._arrays, tail, *limits, nodes, least)
+        count, total = kernels.propose(*given)
+        return int(count), float(total)
+
+    def follow(self, tokens: Sequence[int], longest: int, limits: Limits, nodes: NDArray[Any]) -> tuple[int, float]:
         """`extend` and `propose` in one: what may come after the last `longest` tokens of the open sequence."""
         self._make_room(len(tokens))
-        return Candidate(*kernels.follow(self._arrays, np.array(tokens, dtype=np.int32), longest, limits))
+        given: Any = (*self._arrays, np.array(tokens, dtype=np.int32), longest, *limits, nodes)
+        count, total = kernels.follow(*given)
+        return int(count), float(total)
 
     @property
     def _tokens(self) -> int:
