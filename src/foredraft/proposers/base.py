@@ -57,8 +57,9 @@ class Proposer(ABC):
     def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any]) -> int:
         """`propose` for who joins drafts: the nodes go to the first of `nodes`, rows of `OFFER`. Returns how many."""
         draft = self.propose(tokens, budget)
-        found = nodes[: len(draft)]
-        found["token"], found["parent"], found["score"] = draft.tokens, draft.parents, draft.scores or NO_SCORE
+        if len(draft):
+            scores = draft.scores or (NO_SCORE,) * len(draft)
+            nodes[: len(draft)] = list(zip(draft.tokens, draft.parents, scores, strict=True))
         return len(draft)
 
     def attach(self, cache: KVCache) -> None:  # noqa: B027  (most need no target)

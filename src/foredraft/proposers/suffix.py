@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # else where they are used: numba takes 0.3 s to import, and 
     from foredraft.proposers.suffix_tree import SuffixTree
 
 _LEAST_BYTES = 2**20
+_ROOM = 1024  # nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +80,12 @@ class SuffixSettings:
         return self.max_depth // 2
 
     def limits(self, smoothing: float) -> Limits:
-        """For proposals of one node, until another budget is set."""
+        """For proposals of as many nodes as there is room for."""
         from foredraft.proposers.suffix_kernels import Limits
 
-        return Limits(1, float(self.factor), float(self.offset), float(self.floor), float(smoothing), self.chains_only)
+        return Limits(
+            _ROOM, float(self.factor), float(self.offset), float(self.floor), float(smoothing), self.chains_only
+        )
 
 
 class Suffix(Drafter):
@@ -174,10 +177,10 @@ class SuffixProposer(Proposer):
         if budget < 1:
             self._own.extend(new)
             return 0
-        count, total = self._own.follow(new, longest, self._own_limits._replace(budget=budget), nodes)
+        nodes = nodes[:budget]
+        count, total = self._own.follow(new, longest, self._own_limits, nodes)
         if self._global.nodes > 1:  # its root is always there
-            limits = self._global_limits._replace(budget=budget)
-            better, _ = self._global.propose(self._own.tail(longest), limits, nodes, total)
+            better, _ = self._global.propose(self._own.tail(longest), self._global_limits, nodes, total)
             count = better or count
         return count
 

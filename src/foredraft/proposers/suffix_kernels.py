@@ -449,7 +449,7 @@ def _propose(tree: Arrays, tail: Ints, limits: Limits, found: Any, least: float)
         matched += 1
     best, best_scores, best_total = np.empty((1, 4), dtype=np.int32), np.empty(1, dtype=np.float64), least
     for length in range(matched, 0, -1):
-        budget = min(limits.budget, int(limits.factor * length + limits.offset))
+        budget = min(limits.budget, len(found), int(limits.factor * length + limits.offset))
         if budget > best_total:  # else not even certain tokens would be a better candidate
             place = matches[length - 1, 0], matches[length - 1, 1], length
             drafted, scores, total = _grow(tree, place, budget, limits)

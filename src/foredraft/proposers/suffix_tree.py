@@ -110,8 +110,8 @@ class SuffixTree:
         Args:
             tail: `[n]` int32, the last tokens, at most `max_depth`; the open sequence, if there is one, ends in them.
             limits: What a candidate may be.
-            nodes: Rows of `proposers.base.OFFER`, of which the first ones become the candidate's nodes, the likeliest
-                first and parents before their children, with their path probabilities.
+            nodes: Rows of `proposers.base.OFFER`, as many as the candidate may have nodes: the first ones become these,
+                the likeliest first and parents before their children, with their path probabilities.
             least: The sum that a candidate must surpass.
 
         Returns how many nodes it has, and their sum; no nodes and `least` if there is none.
@@ -144,9 +144,9 @@ class SuffixTree:
         if needed > len(nodes):
             rows = self._grown(len(nodes), needed)
             nodes, table = np.concatenate([nodes, _zeros(rows - len(nodes), kernels.COLUMNS)]), _zeros(2 * rows)
+            kernels.rehash(Arrays(nodes, table, text, live, header))
+        if nodes is not self._arrays.nodes or text is not self._arrays.text:
             self._arrays = Arrays(nodes, table, text, live, header)
-            kernels.rehash(self._arrays)
-        self._arrays = Arrays(nodes, table, text, live, header)
 
     def _moved_text(self, tokens: int) -> Ints:
         """The text without what is forgotten, in an array with room for more tokens; nodes are told where it went."""
