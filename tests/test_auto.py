@@ -107,9 +107,10 @@ def test_alone_or_in_a_batch_a_request_says_the_same(target: TransformersBackend
 
 
 def test_where_a_row_costs_as_much_as_a_step_nothing_is_drafted(target: TransformersBackend) -> None:
-    backend = CountingBackend(target)
-    stats = generate(Engine(backend, auto_over(target, dear_rows())), [7], GREEDY).stats
-    assert stats.drafted - stats.accepted <= 2  # no more than certainties
+    backend, auto = CountingBackend(target), auto_over(target, dear_rows())
+    auto.clock = lambda: 0.0  # where drafting took long, a sure token would be worth a step: it shares the draft's time
+    stats = generate(Engine(backend, auto), [7], GREEDY).stats
+    assert stats.drafted <= 2  # certainties
     assert stats.plain_rounds >= stats.target_forwards - 2
     assert backend.forwards == stats.target_forwards
 
