@@ -118,7 +118,7 @@ def tree_of(sequences: Sequence[Sequence[int]], unfinished: Sequence[int] = (), 
 
 def proposed(tree: SuffixTree, tail: Sequence[int], limits: Limits = LOOSE) -> tuple[list[Node], list[float]]:
     found = np.zeros(limits.budget, dtype=OFFER)
-    count, total = tree.propose(np.array(tail, dtype=np.int32), limits, found)
+    count, total = tree.propose(np.array(tail, dtype=np.int32), limits, found, np.zeros(1 + limits.budget))
     nodes = found[:count].tolist()
     scores = [score for _, _, score in nodes]
     assert total == pytest.approx(sum(scores))

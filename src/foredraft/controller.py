@@ -124,19 +124,27 @@ class Controller:
         """A plain step of the batch."""
         return float(self._seconds(context)[0])
 
+    def node_costs(self, context: int) -> Floats:
+        """Tokens that plain steps emit in the seconds that 0, 1, … nodes add to a forward."""
+        return self._table(context).node_costs
+
     def learn(self, tokens: int, promised: float, accepted: int, rows: int, accept_seconds: float) -> None:
         """What one request made of its round: tokens emitted, accepted ones promised and found, seconds after it."""
         kernels.learn(self.book, tokens, promised, accepted, rows, accept_seconds)
 
     def _seconds(self, context: int, nodes: int = 0) -> Floats:
         """Seconds of a forward of the batch with 0, 1, … nodes, at least so many."""
+        return self._table(context, nodes).seconds
+
+    def _table(self, context: int, nodes: int = 0) -> _Table:
         sequences, context = self._sequences, context // _CONTEXT_STEP * _CONTEXT_STEP
         table = self._tables.get(sequences)
         if table is None or table.context != context or nodes >= len(table.seconds) or self._rounds >= table.until:
             rows = sequences + max(nodes, _NODES)
             seconds = self.costs.curve_of(sequences).all_seconds(rows, context)[sequences - 1 :]
-            table = self._tables[sequences] = _Table(context, self._rounds + _TABLE_LASTS, seconds)
-        return table.seconds
+            costs = sequences * (seconds / seconds[0] - 1.0)
+            table = self._tables[sequences] = _Table(context, self._rounds + _TABLE_LASTS, seconds, costs)
+        return table
 
 
 class _Table(NamedTuple):
@@ -145,3 +153,4 @@ class _Table(NamedTuple):
     context: int
     until: int
     seconds: Floats
+    node_costs: Floats

@@ -54,8 +54,13 @@ class Proposer(ABC):
         It is asked once a round; `budget` is 0 in the last one if a single token is left to emit.
         """
 
-    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any]) -> int:
-        """`propose` for who joins drafts: the nodes go to the first of `nodes`, rows of `OFFER`. Returns how many."""
+    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
+        """`propose` for who joins drafts and verifies only what pays.
+
+        The nodes go to the first of `nodes`, rows of `OFFER`. `costs` `[1 + budget]` are the seconds that so many nodes
+        add to a forward, in plain steps; of several drafts it may offer the one that is worth most at these. Returns
+        how many nodes it offers.
+        """
         draft = self.propose(tokens, budget)
         if len(draft):
             scores = draft.scores or (NO_SCORE,) * len(draft)

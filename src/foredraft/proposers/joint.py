@@ -23,6 +23,7 @@ _LEAST_ASKED = 3  # nodes that are asked for, to see what more would have been r
 _TRIED = 1  # tokens that a costly part is asked for while it does not pay
 _DEEPEST = 16  # tokens of a costly part's draft
 _NO_COUNTS = np.zeros((0, 1, 1, 2))
+_NO_COSTS = np.zeros(1 + _ROOM)
 
 
 def compile_kernels() -> None:
@@ -89,7 +90,7 @@ class HybridProposer(JointProposer):
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The likeliest `budget` nodes of all parts' drafts, by calibrated path probability."""
         for part, proposer in enumerate(self._parts):
-            self._offered[part] = proposer.offer(tokens, budget, self._rows[part])
+            self._offered[part] = proposer.offer(tokens, budget, self._rows[part], _NO_COSTS)
         _, size = kernels.join(
             self._offers, self._turns, 0, _NO_COUNTS, self._counts, self._nodes, 0, self._drafted[:budget], True
         )
@@ -195,7 +196,9 @@ class AutoProposer(JointProposer):
     def _ask(self, part: int, tokens: Sequence[int], budget: int) -> None:
         auto = self._auto
         started = auto.clock()
-        self._offered[part] = nodes = self._parts[part].offer(tokens, budget, self._rows[part])
+        self._offered[part] = nodes = self._parts[part].offer(
+            tokens, budget, self._rows[part], auto.controller.node_costs(self._length)
+        )
         self._took[part] = seconds = auto.clock() - started
         auto.note_drafting(seconds)
         if part in self._costly:

@@ -105,10 +105,10 @@ class RecyclingProposer(Proposer):
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The `budget` likeliest nodes of the tree that the table spans, by the product of rates along the path."""
         nodes = np.zeros(budget, dtype=OFFER)
-        return drafted(nodes[: self.offer(tokens, budget, nodes)])
+        return drafted(nodes[: self.offer(tokens, budget, nodes, np.zeros(1 + budget))])
 
-    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any]) -> int:
-        """See `propose`."""
+    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
+        """The same at all costs: its first nodes are the best ones, whatever their number."""
         return int(self._table.kernels.grow(*self._table.arrays, tokens[-1], nodes[:budget]))
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:

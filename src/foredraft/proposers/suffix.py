@@ -166,10 +166,10 @@ class SuffixProposer(Proposer):
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The candidate tree with the highest sum of path probabilities, which are its scores."""
         nodes = np.zeros(budget, dtype=OFFER)
-        return drafted(nodes[: self.offer(tokens, budget, nodes)])
+        return drafted(nodes[: self.offer(tokens, budget, nodes, np.zeros(1 + budget))])
 
-    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any]) -> int:
-        """See `propose`."""
+    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
+        """The candidate tree that is worth most at these costs."""
         if self._prompt_length is None:
             self._prompt_length = len(tokens)
         new, longest = tokens[self._read :], self._settings.longest_match
@@ -178,9 +178,9 @@ class SuffixProposer(Proposer):
             self._own.extend(new)
             return 0
         nodes = nodes[:budget]
-        count, total = self._own.follow(new, longest, self._own_limits, nodes)
+        count, worth = self._own.follow(new, longest, self._own_limits, nodes, costs)
         if self._global.nodes > 1:  # its root is always there
-            better, _ = self._global.propose(self._own.tail(longest), self._global_limits, nodes, total)
+            better, _ = self._global.propose(self._own.tail(longest), self._global_limits, nodes, costs, worth)
             count = better or count
         return count
 
@@ -200,8 +200,8 @@ def _compile() -> None:
     """Run every kernel once, so that compiling them falls into loading and not into the first request."""
     tree = _new_tree(2)
     tree.add([1, 1])
-    limits, nodes = SuffixSettings().limits(1.0), np.zeros(1, dtype=OFFER)
-    tree.propose(np.array([1], dtype=np.int32), limits, nodes)
-    tree.follow([1], 1, limits, nodes)
+    limits, nodes, costs = SuffixSettings().limits(1.0), np.zeros(1, dtype=OFFER), np.zeros(2)
+    tree.propose(np.array([1], dtype=np.int32), limits, nodes, costs)
+    tree.follow([1], 1, limits, nodes, costs)
     tree.close()
     tree.forget_oldest()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.proposers import suffix_kernels as kernels
-from foredraft.proposers.suffix_kernels import Arrays, Ints, Limits
+from foredraft.proposers.suffix_kernels import Arrays, Floats, Ints, Limits
 
 _ROW_BYTES = 4 * (kernels.COLUMNS + 2 + 1)  # a node, its two slots in the table, one token of text
 _LEAST_ROWS = 512
@@ -100,30 +100,37 @@ class SuffixTree:
         end = int(self._arrays.header[kernels.END])
         return self._arrays.text[max(int(self._arrays.header[kernels.OPEN]), end - longest) : end]
 
-    def propose(self, tail: Ints, limits: Limits, nodes: NDArray[Any], least: float = 0.0) -> tuple[int, float]:
+    def propose(
+        self, tail: Ints, limits: Limits, nodes: NDArray[Any], costs: Floats, least: float = 0.0
+    ) -> tuple[int, float]:
         """The best candidate among those that follow the occurrences of each end of `tail`.
 
         For every length of a match a tree grows by its likeliest node, up to `factor * length + offset` nodes; the
-        best has the highest sum of path probabilities, and the longest match of equals. Tokens equally likely stand in
-        the order in which their parents do, and of siblings the most recent one first.
+        best is worth most, and has the longest match of equals. A forward with the first n nodes of a tree emits so
+        many times the tokens of a plain one, in as many seconds; for the best n that, less one, is the worth. Where
+        nodes cost nothing, it is the sum of all path probabilities. Tokens equally likely stand in the order in which
+        their parents do, and of siblings the most recent one first.
 
         Args:
             tail: `[n]` int32, the last tokens, at most `max_depth`; the open sequence, if there is one, ends in them.
             limits: What a candidate may be.
             nodes: Rows of `proposers.base.OFFER`, as many as the candidate may have nodes: the first ones become these,
                 the likeliest first and parents before their children, with their path probabilities.
-            least: The sum that a candidate must surpass.
+            costs: `[1 + len(nodes)]` what so many nodes add to the seconds of a forward, in plain ones.
+            least: What a candidate must be worth more than.
 
-        Returns how many nodes it has, and their sum; no nodes and `least` if there is none.
+        Returns how many nodes it has, and what it is worth; no nodes and `least` if there is none.
         """
-        given: Any = (*self._arrays, tail, *limits, nodes, least)
+        given: Any = (*self._arrays, tail, *limits, nodes, costs, least)
         count, total = kernels.propose(*given)
         return int(count), float(total)
 
-    def follow(self, tokens: Sequence[int], longest: int, limits: Limits, nodes: NDArray[Any]) -> tuple[int, float]:
+    def follow(
+        self, tokens: Sequence[int], longest: int, limits: Limits, nodes: NDArray[Any], costs: Floats
+    ) -> tuple[int, float]:
         """`extend` and `propose` in one: what may come after the last `longest` tokens of the open sequence."""
         self._make_room(len(tokens))
-        given: Any = (*self._arrays, np.array(tokens, dtype=np.int32), longest, *limits, nodes)
+        given: Any = (*self._arrays, np.array(tokens, dtype=np.int32), longest, *limits, nodes, costs)
         count, total = kernels.follow(*given)
         return int(count), float(total)
 
