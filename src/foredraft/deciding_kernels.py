@@ -83,7 +83,7 @@ _LONGEST_REST, _LITTLE = 1.0, 0.02
 _ROUNDS = 50.0  # over which the running rate is a mean
 _FIRST = 3.0  # plain rounds that it begins with
 _PROMISES = 20.0  # accepted tokens after which what was promised is half believed
-_EXPLORES_EVERY, _PLAIN_AMONG = 48, 5  # rounds that draft; one of so many of these is plain
+_EXPLORES_EVERY, _PLAIN_AMONG = 200, 2  # rounds that draft; one of so many of these is plain
 
 
 # Estimates of nodes, from hits and tries `[sets of parts, contexts, bins, 2]`.
