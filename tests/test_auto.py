@@ -175,7 +175,7 @@ def test_an_explanation_has_figures_of_every_part(target: TransformersBackend) -
     auto = auto_over(target)
     stats = generate(Engine(target, auto), PROMPT, GREEDY).stats
     found = explain(auto, stats, 40)
-    assert [part.name for part in found.parts] == ["suffix", "recycling", "ngram"]
+    assert [part.name for part in found.parts] == ["suffix", "recycling"]
     assert sum(part.accepted for part in found.parts) == pytest.approx(stats.accepted)
     assert sum(part.verified for part in found.parts) == pytest.approx(stats.drafted)
     assert (found.rounds, found.plain_rounds) == (stats.target_forwards, stats.plain_rounds)
@@ -233,4 +233,4 @@ def test_what_was_measured_of_a_folder_is_kept(tiny_folder: Path, hasty: None, t
 def test_a_drafter_made_for_a_target_has_the_default_parts(target: TransformersBackend, hasty: None) -> None:
     drafter: Drafter = Auto.for_target(target)
     assert drafter.name == "auto"
-    assert [part.name for part in drafter.parts] == ["suffix", "recycling", "ngram"]  # type: ignore[attr-defined]
+    assert [part.name for part in drafter.parts] == ["suffix", "recycling"]  # type: ignore[attr-defined]

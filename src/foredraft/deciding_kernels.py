@@ -76,14 +76,11 @@ _TRIALS_ALIKE = 8  # useless trials after which they come half as often
 _RAREST = 4.0  # times as seldom as their cost alone would have it
 _FADES = 60.0  # rounds after which what a part had right has lost most of its weight
 _USUAL_TOKENS = 8.0  # tokens that a wider record is worth: of all contexts, of other requests
-# After a draft of which nothing was worth verifying, so many rounds are plain without asking, unless to ask takes no
-# more than this share of a plain step. What is copied is mostly longer than that; where nothing is, it costs the less.
-_LONGEST_REST, _LITTLE = 1.0, 0.02
 
 _ROUNDS = 50.0  # over which the running rate is a mean
 _FIRST = 3.0  # plain rounds that it begins with
 _PROMISES = 20.0  # accepted tokens after which what was promised is half believed
-_EXPLORES_EVERY, _PLAIN_AMONG = 200, 2  # rounds that draft; one of so many of these is plain
+_EXPLORES_EVERY, _PLAIN_AMONG = 64, 6  # rounds that draft; one of so many of these is plain
 
 
 # Estimates of nodes, from hits and tries `[sets of parts, contexts, bins, 2]`.
@@ -524,13 +521,12 @@ def _share_out(arms: Rows, drafted: Rows, path: Ints, price: float, gains: Float
 def settle(
     arms: Rows, turns: Rows, books: Rows, plain: float, drafted: Rows, path: Ints, asked: int, emitted: int,
     deciding: float, accept_seconds: float
-) -> tuple[int, int]:  # fmt: skip
+) -> int:  # fmt: skip
     """Learn from a round: `drafted` is what was verified, `deciding` what it took to join the asked parts' drafts.
 
-    Returns which parts that only watched may learn, as seldom as takes a small share of a step, and for how many
-    rounds nobody is to be asked.
+    Returns which parts that only watched may learn, as seldom as takes a small share of a step.
     """
-    book, gains, cost, watching = books[0], np.zeros(len(arms)), 0.0, 0
+    book, gains, watching = books[0], np.zeros(len(arms)), 0
     if asked:
         book.decided += 1
         book.deciding = _robust_mean(book.deciding, deciding, book.decided)
@@ -543,11 +539,7 @@ def settle(
         if asked >> p & 1:
             _note_asked(arm, turn)
             _note_worth(arm, turn, gains[p], running)
-            cost += arm.asking + arm.watching
         elif turn.rounds % max(1, round(arm.watching / (_COSTLY_SHARE * plain))) == 0:
             watching |= 1 << p
     _learn(book, emitted, promised, len(path), len(drafted) + 1, accept_seconds)
-    rest = 0.0
-    if asked and len(drafted) == 0:
-        rest = min(round((book.deciding + cost) / (_LITTLE * plain)), _LONGEST_REST)
-    return watching, int(rest)
+    return watching

@@ -14,7 +14,6 @@ from foredraft.errors import UnsupportedError
 from foredraft.estimates import UNSCORED
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.hybrid import Joint
-from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
 from foredraft.proposers.suffix import Suffix
 from foredraft.randomness import RandomSource
@@ -25,7 +24,7 @@ from foredraft.types import Draft
 if TYPE_CHECKING:  # else where they are used: numba takes a while to import
     from foredraft.proposers.joint import AutoProposer
 
-DEFAULT_PARTS: tuple[type[Drafter], ...] = (Suffix, Recycling, NGram)
+DEFAULT_PARTS: tuple[type[Drafter], ...] = (Suffix, Recycling)
 
 
 class Auto(Joint):

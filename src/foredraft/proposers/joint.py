@@ -120,15 +120,11 @@ class AutoProposer(JointProposer):
         self._length = 0  # of the text
         self._held = self._fresh = 0  # nodes of earlier drafts that may still come true; behind them the last one's
         self._kept = 2.0  # nodes of recent rounds, at most
-        self._resting = 0  # rounds for which nobody is asked
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The merged drafts of the parts whose turn it is, with calibrated path probabilities as scores."""
         started = self._auto.clock()
         self._asked, self._asking = 0, 0.0
-        if self._resting > 0:
-            self._resting -= 1
-            return Draft()
         plain = self._auto.controller.plain_seconds(len(tokens))
         asked = self._read(tokens, plain)
         if budget < 1:
@@ -150,7 +146,7 @@ class AutoProposer(JointProposer):
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Let the parts learn, and note what each was worth."""
         auto, drafted = self._auto, len(verification.draft)
-        watching, self._resting = kernels.settle(
+        watching = kernels.settle(
             auto.arms,
             self._turns,
             auto.controller.book,
