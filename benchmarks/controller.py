@@ -23,8 +23,9 @@ from common import Question, arguments, load_questions
 from foredraft.api import Model
 from foredraft.costs import Costs
 from foredraft.loading import EngineChoice, Loader, parse_drafter
-from foredraft.proposers.auto import DEFAULT_PARTS, Auto, AutoProposer
+from foredraft.proposers.auto import DEFAULT_PARTS, Auto
 from foredraft.proposers.base import Proposer, Verification
+from foredraft.proposers.joint import AutoProposer
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, SamplingParams, Verdict
@@ -44,7 +45,7 @@ class Clocked(Auto):
     decided_seconds = 0.0
 
     def proposer(self, law: Law, source: RandomSource) -> AutoProposer:
-        return _Clocked(self, {part.name: part.proposer(law, source) for part in self.parts})
+        return _Clocked(self, [part.proposer(law, source) for part in self.parts])
 
     def select(self, drafts: Sequence[Draft], context: int) -> list[Draft]:
         started = perf_counter()
@@ -52,27 +53,26 @@ class Clocked(Auto):
         self.decided_seconds += perf_counter() - started
         return selected
 
-    @property
-    def parts_seconds(self) -> float:
-        """What the parts took so far."""
-        return sum(arm.spent for arm in self.arms.values())
+    def note_drafting(self, seconds: float) -> None:
+        super().note_drafting(seconds)
+        self.decided_seconds -= seconds
 
 
 class _Clocked(AutoProposer):
-    def __init__(self, auto: Clocked, parts: dict[str, Proposer]) -> None:
+    def __init__(self, auto: Clocked, parts: Sequence[Proposer]) -> None:
         super().__init__(auto, parts)
         self._clocked = auto
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
-        started, parts = perf_counter(), self._clocked.parts_seconds
+        started = perf_counter()
         draft = super().propose(tokens, budget)
-        self._clocked.decided_seconds += perf_counter() - started - (self._clocked.parts_seconds - parts)
+        self._clocked.decided_seconds += perf_counter() - started
         return draft
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
-        started, parts = perf_counter(), self._clocked.parts_seconds
+        started = perf_counter()
         super().observe(verification, verdict)
-        self._clocked.decided_seconds += perf_counter() - started - (self._clocked.parts_seconds - parts)
+        self._clocked.decided_seconds += perf_counter() - started
 
 
 class Bench:

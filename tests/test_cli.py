@@ -411,11 +411,11 @@ def test_a_memory_for_who_learns_nothing_is_refused(generate: Run, tmp_path: Pat
 def test_explain_tells_what_auto_did(generate: Run) -> None:
     shown = generate("--explain", "--max-tokens", 24)
     assert shown.status == 0
-    for said in ("A plain step takes", "rounds were plain", "suffix", "recycling", "ngram", "tokens/s"):
+    for said in ("A plain step takes", "rounds were plain", "suffix", "recycling", "tokens/s"):
         assert said in shown.err
     report = json.loads(generate("--explain", "--json", "--max-tokens", 24).out)
     parts = report["explanation"]["parts"]
-    assert [part["name"] for part in parts] == ["suffix", "recycling", "ngram"]
+    assert [part["name"] for part in parts] == ["suffix", "recycling"]
     assert report["explanation"]["rounds"] == report["stats"]["target_forwards"]
     assert report["explanation"]["plain_rounds"] == report["stats"]["plain_rounds"]
     assert report["explanation"]["plain_ms"] > 0

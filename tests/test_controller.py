@@ -17,15 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.acceptance import RULES
-from foredraft.arms import Arm, Turn
 from foredraft.controller import Controller
 from foredraft.costs import CostCurve, Costs
-from foredraft.estimates import Calibration
 from foredraft.metrics import slower_than_plain
 from foredraft.proof.enumeration import Propose, ancestral_law, drawn_chain, joint_law, total_variation
 from foredraft.proof.toys import drawn_tree, toy_model
 from foredraft.randomness import RandomSource
-from foredraft.tree import depths, keep
+from foredraft.tree import depths, first
 from foredraft.types import Draft, RoundStats
 from simulator import Clock, Planted, Round, Skill, confident, fixed, play, tokens_per_second
 
@@ -48,6 +46,18 @@ def scored_trees(draw: st.DrawFn, most: int = 6) -> Draft:
     return Draft(tuple(range(count)), tuple(parents), scores=tuple(scores))
 
 
+def falling(draft: Draft) -> Draft:
+    """The same tree with its likeliest nodes first."""
+    order = sorted(range(len(draft)), key=lambda node: -draft.scores[node])
+    place = {-1: -1, **{old: new for new, old in enumerate(order)}}
+    return Draft(
+        tokens=tuple(draft.tokens[node] for node in order),
+        parents=tuple(place[draft.parents[node]] for node in order),
+        q=tuple(draft.q[node] for node in order),
+        scores=tuple(draft.scores[node] for node in order),
+    )
+
+
 def closed(draft: Draft, nodes: Sequence[int]) -> bool:
     return all(draft.parents[node] in (-1, *nodes) for node in nodes)
 
@@ -58,6 +68,7 @@ steps = st.lists(st.sampled_from([0.0, 0.05, 0.2, 1.0]), min_size=12, max_size=1
 @given(scored_trees(), steps)
 def test_no_other_nodes_have_a_better_ratio_whatever_the_shape_of_the_curve(draft: Draft, extra: list[float]) -> None:
     seconds = list(itertools.accumulate(extra, initial=1.0))
+    draft = falling(draft)
     choice = Controller(curve(*seconds)).choose([draft], 0)
 
     def promised(nodes: Sequence[int]) -> float:
@@ -67,7 +78,7 @@ def test_no_other_nodes_have_a_better_ratio_whatever_the_shape_of_the_curve(draf
         return (1 + promised(nodes)) / seconds[len(nodes)]
 
     every = [n for r in range(len(draft) + 1) for n in itertools.combinations(range(len(draft)), r)]
-    kept = choice.kept[0]
+    kept = range(choice.kept[0])
     assert closed(draft, kept)
     assert ratio(kept) == pytest.approx(max(ratio(nodes) for nodes in every if closed(draft, nodes)))
     assert choice.gain == pytest.approx(promised(kept) - ratio(kept) * (seconds[len(kept)] - seconds[0]))
@@ -75,15 +86,15 @@ def test_no_other_nodes_have_a_better_ratio_whatever_the_shape_of_the_curve(draf
 
 def test_where_no_node_pays_the_round_is_plain() -> None:
     controller = Controller(curve(1.0, 2.0, 3.0, 4.0))  # a row costs as much as a step: only certainty would pay
-    assert controller.choose([replace(Draft.chain([5, 6]), scores=(0.9, 0.8))], 0).kept == [[]]
+    assert controller.choose([replace(Draft.chain([5, 6]), scores=(0.9, 0.8))], 0).kept == [0]
 
 
 def test_a_first_row_that_costs_much_is_paid_by_all_together() -> None:
     """The first node alone does not pay, four do: a rule that stopped at the first would never draft here."""
     controller = Controller(curve(1.0, 1.9, 1.95, 2.0, 2.05))
     draft = replace(Draft.chain([5, 6, 7, 8]), scores=(0.8, 0.7, 0.6, 0.5))
-    assert controller.choose([keep(draft, [0])], 0).kept == [[]]
-    assert Controller(controller.costs).choose([draft], 0).kept == [[0, 1, 2, 3]]
+    assert controller.choose([first(draft, 1)], 0).kept == [0]
+    assert Controller(controller.costs).choose([draft], 0).kept == [4]
 
 
 def test_in_a_batch_nodes_go_to_whoever_gains_most() -> None:
@@ -91,19 +102,19 @@ def test_in_a_batch_nodes_go_to_whoever_gains_most() -> None:
     costs.curves[2] = CostCurve(range(2, 8), (0,), [[1.0, 1.1, 1.2, 1.3, 2.9, 4.5]], sequences=2)
     sure = replace(Draft.chain([5, 6, 7]), scores=(0.95, 0.9, 0.85))
     unsure = replace(Draft.chain([5, 6, 7]), scores=(0.6, 0.2, 0.1))
-    assert Controller(costs).choose([unsure, sure], 0).kept == [[], [0, 1, 2]]
-    assert Controller(costs).choose([sure, sure], 0).kept[0] == [0, 1]
+    assert Controller(costs).choose([unsure, sure], 0).kept == [0, 3]
+    assert Controller(costs).choose([sure, sure], 0).kept[0] == 2
 
 
 def test_a_fast_run_of_rounds_takes_nothing_from_the_next_one() -> None:
     """Copying is over and plain steps are slow again: what pays against these pays, whatever the mean was."""
     controller = Controller(curve(*[1 + 0.3 * n for n in range(16)]))
     draft = replace(Draft.chain([5]), scores=(0.4,))
-    assert controller.choose([draft], 0).kept == [[0]]
+    assert controller.choose([draft], 0).kept == [1]
     for _ in range(50):
         controller.choose([replace(Draft.chain([5, 6]), scores=(1.0, 1.0))], 0)
         controller.learn(3, 2.0, 2, 3, 0.0)
-    assert controller.choose([draft], 0).kept == [[0]]
+    assert controller.choose([draft], 0).kept == [1]
 
 
 def test_a_running_rate_above_plain_makes_asking_dearer() -> None:
@@ -121,12 +132,12 @@ def test_promises_that_are_not_kept_are_believed_less() -> None:
         controller.choose([Draft()], 0)
         controller.learn(1, 1.0, 0, 2, 0.0)
     assert controller.trust < 0.35
-    assert controller.choose([replace(Draft.chain([5]), scores=(0.5,))], 0).kept == [[]]
+    assert controller.choose([replace(Draft.chain([5]), scores=(0.5,))], 0).kept == [0]
 
 
 def test_what_comes_after_the_forward_costs_too() -> None:
     draft = replace(Draft.chain([5]), scores=(0.3,))
-    for seconds, kept in ((0.0, [0]), (0.5, [])):
+    for seconds, kept in ((0.0, 1), (0.5, 0)):
         controller = Controller(curve(1.0, 1.1, 1.2))
         controller.learn(1, 0.0, 0, 1, seconds)
         assert controller.choose([draft], 0).kept == [kept]
@@ -152,7 +163,7 @@ def own_scores(propose: Propose) -> Propose:
                 parent = draft.parents[parent]
             above = scores[draft.parents[node]] if draft.parents[node] >= 0 else 1.0
             scores.append(above * float(DRAFTER(tuple(path[:-1]))[token]))
-        return replace(draft, scores=tuple(scores))
+        return falling(replace(draft, scores=tuple(scores)))
 
     return scored
 
@@ -162,7 +173,7 @@ def chosen(propose: Propose) -> Propose:
 
     def pruned(source: RandomSource) -> Draft:
         draft = propose(source)
-        return keep(draft, Controller(DEAR).choose([draft], 0).kept[0])
+        return first(draft, Controller(DEAR).choose([draft], 0).kept[0])
 
     return pruned
 
@@ -176,8 +187,7 @@ def pruned_by_what_was_drawn(propose: Propose) -> Propose:
 
     def pruned(source: RandomSource) -> Draft:
         draft = propose(source)
-        nodes = Controller(DEAR).choose([replace(draft, q=(None,) * len(draft))], 0).kept[0]
-        return keep(draft, nodes)
+        return first(draft, Controller(DEAR).choose([replace(draft, q=(None,) * len(draft))], 0).kept[0])
 
     return pruned
 
@@ -203,65 +213,6 @@ def test_control_pruning_what_was_drawn_by_its_own_q_bends_the_law(rule: str) ->
     off = distance(rule, pruned_by_what_was_drawn(own_scores(drawn_chain(DRAFTER, 3))))
     print(f"{rule}, pruned by q: TV {off:.3g}")  # noqa: T201
     assert off > WRONG
-
-
-# Estimates
-
-
-def test_a_request_differs_from_its_workload_and_forgets() -> None:
-    workload = Calibration(memory=1000)
-    request = Calibration(workload, memory=30)
-    for _ in range(300):
-        workload.note("a", 0.5, True)
-    for _ in range(60):
-        request.note("a", 0.5, False)
-    assert request("a", 0.5) < 0.2 < 0.7 < workload("a", 0.5)
-    for _ in range(60):
-        request.note("a", 0.5, True)
-    assert request("a", 0.5) > 0.8
-
-
-def test_a_context_has_a_record_of_its_own_and_new_ones_begin_with_the_common_one() -> None:
-    calibration = Calibration()
-    for _ in range(100):
-        calibration.note("a", 0.5, True, "run")
-        calibration.note("a", 0.5, False, "none")
-    assert calibration("a", 0.5, "run") > 0.9 > 0.1 > calibration("a", 0.5, "none")
-    assert calibration("a", 0.5, "new") == pytest.approx(0.5, abs=0.05)
-
-
-# Who drafts
-
-
-def test_what_is_left_aside_is_tried_again_at_a_bounded_cost_and_ever_less() -> None:
-    arm = Arm("slow", costly=False)
-    turn = Turn(arm)
-    asked = []
-    for _ in range(20_000):
-        if turn.due(rate=10.0, plain_seconds=0.1, deciding=0.0):
-            arm.note_ask(0.01)
-            turn.note_worth(0.0, rate=10.0)
-            asked.append(True)
-        else:
-            asked.append(False)
-    assert sum(asked[:50]) > 4  # it had its chance
-    assert 0.01 * sum(asked[1000:]) / (0.1 * len(asked[1000:])) < 0.003  # of a plain step
-    assert sum(asked[-2000:]) >= 3
-
-
-def test_what_pays_is_asked_every_round() -> None:
-    turn = Turn(Arm("good", costly=False))
-    for _ in range(100):
-        assert turn.due(rate=10.0, plain_seconds=0.1, deciding=0.0)
-        turn.arm.note_ask(0.01)
-        turn.note_worth(0.5, rate=10.0)
-
-
-def test_one_interruption_does_not_make_a_drafter_slow() -> None:
-    arm = Arm("a", costly=False)
-    for seconds in [0.001] * 20 + [5.0]:
-        arm.note_ask(seconds)
-    assert arm.seconds < 0.0012
 
 
 # Simulations
@@ -383,9 +334,9 @@ def test_rounds_without_a_draft_tell_what_plain_decoding_takes() -> None:
     assert slower_than_plain(many(80, 4, 2, 0.05) + many(20, 0, 0, 0.02), None) is None
 
 
-def test_keeping_all_or_some_nodes_keeps_what_belongs_to_them() -> None:
+def test_the_first_nodes_keep_what_belongs_to_them() -> None:
     draft = Draft((1, 2, 3), (-1, 0, -1), (None, torch.ones(1), None), (0.9, 0.5, 0.1), ("a", "b", "a+b"))
-    part = keep(draft, [0, 2])
-    assert (part.tokens, part.parents, part.scores, part.proposers) == ((1, 3), (-1, -1), (0.9, 0.1), ("a", "a+b"))
-    assert keep(draft, [0, 1, 2]) is draft
-    assert depths(keep(draft, [0, 1])) == [0, 1, 2]
+    part = first(draft, 2)
+    assert (part.tokens, part.parents, part.scores, part.proposers) == ((1, 2), (-1, 0), (0.9, 0.5), ("a", "b"))
+    assert first(draft, 3) is draft
+    assert depths(part) == [0, 1, 2]

@@ -7,53 +7,21 @@ from collections.abc import Sequence
 from itertools import count
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError
-from foredraft.estimates import Calibration
 from foredraft.loading import parse_drafter
 from foredraft.proposers.base import Proposer
-from foredraft.proposers.hybrid import Hybrid, merge
+from foredraft.proposers.hybrid import Hybrid
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
-from foredraft.tree import paths
 from foredraft.types import Draft, SamplingParams
 from tiny import DRAFTER_MAKERS, VOCABULARY, CountingBackend, Oracle, generate
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
-
-
-@st.composite
-def drafts(draw: st.DrawFn) -> Draft:
-    count = draw(st.integers(0, 8))
-    parents = tuple(draw(st.integers(-1, node - 1)) for node in range(count))
-    return Draft(tuple(draw(st.integers(0, 3)) for _ in range(count)), parents)
-
-
-@given(drafts(), drafts())
-def test_a_merged_tree_has_every_path_once(a: Draft, b: Draft) -> None:
-    merged = merge({"a": a, "b": b})
-    whole = Draft(tuple(n.token for n in merged), tuple(n.parent for n in merged))
-    assert sorted(paths(whole)) == sorted({*paths(a), *paths(b)})
-
-
-def test_a_node_of_both_has_two_proposers() -> None:
-    merged = merge({"a": Draft.chain([1, 2]), "b": Draft.chain([1, 3])})
-    assert [node.who for node in merged] == ["a+b", "a", "b"]
-
-
-def test_calibration_moves_from_the_raw_score_to_what_happened() -> None:
-    calibration = Calibration()
-    assert calibration("a", 0.5) == pytest.approx(0.5)
-    for _ in range(200):
-        calibration.note("a", 0.5, accepted=False)
-    assert calibration("a", 0.5) < 0.05
-    assert calibration("b", 0.5) == pytest.approx(0.5)
 
 
 class EveryThirdRound(Oracle):

@@ -20,7 +20,7 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.compiled import entry
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, ModelError
-from foredraft.proposers.base import Proposer
+from foredraft.proposers.base import OFFER, Proposer
 from foredraft.proposers.suffix import Suffix, SuffixSettings
 from foredraft.proposers.suffix_kernels import Limits
 from foredraft.proposers.suffix_tree import SuffixTree
@@ -117,10 +117,12 @@ def tree_of(sequences: Sequence[Sequence[int]], unfinished: Sequence[int] = (), 
 
 
 def proposed(tree: SuffixTree, tail: Sequence[int], limits: Limits = LOOSE) -> tuple[list[Node], list[float]]:
-    candidate = tree.propose(np.array(tail, dtype=np.int32), limits)
-    scores = candidate.scores.tolist()
-    assert candidate.total == pytest.approx(sum(scores))
-    return [(token, parent) for token, parent in candidate.nodes.tolist()], scores
+    found = np.zeros(limits.budget, dtype=OFFER)
+    count, total = tree.propose(np.array(tail, dtype=np.int32), limits, found, np.zeros(1 + limits.budget))
+    nodes = found[:count].tolist()
+    scores = [score for _, _, score in nodes]
+    assert total == pytest.approx(sum(scores))
+    return [(token, parent) for token, parent, _ in nodes], scores
 
 
 def assert_equal(tree: SuffixTree, search: Search) -> None:

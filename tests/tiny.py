@@ -230,6 +230,18 @@ class PlantedCosts(Costs):
         pass
 
 
+def keep(draft: Draft, nodes: Sequence[int]) -> Draft:
+    """The draft of these nodes alone, which stand in order and have their parents among them."""
+    place = {-1: -1, **{old: new for new, old in enumerate(nodes)}}
+    return Draft(
+        tokens=tuple(draft.tokens[node] for node in nodes),
+        parents=tuple(place[draft.parents[node]] for node in nodes),
+        q=tuple(draft.q[node] for node in nodes),
+        scores=tuple(draft.scores[node] for node in nodes) if draft.scores else (),
+        proposers=tuple(draft.proposers[node] for node in nodes) if draft.proposers else (),
+    )
+
+
 def cheap_rows() -> Costs:
     """A forward takes a second, whatever it has to score: then any chance is worth a row."""
     return PlantedCosts({1: CostCurve((1, 64), (0,), [[1.0, 1.0]])})

@@ -69,20 +69,21 @@ def explain(auto: Auto, stats: Stats, context: int) -> Explanation:
     curve = auto.costs.curve
     plain = curve.seconds(1, context)
     drafting = max(1, auto.rounds - auto.plain_rounds)
-    nodes = max(1, round(sum(arm.verified for arm in auto.arms.values()) / drafting))
+    nodes = max(1, round(float(auto.arms["verified"].sum()) / drafting))
     node = (curve.seconds(1 + nodes, context) - plain) / nodes
     parts = []
-    for arm in auto.arms.values():
-        seconds = auto.rounds * plain + arm.verified * node + arm.spent
+    for part, arm in zip(auto.parts, auto.arms, strict=True):
+        asked, spent, verified, accepted = (arm[f].item() for f in ("asked", "spent", "verified", "accepted"))
+        seconds = auto.rounds * plain + verified * node + spent
         parts.append(
             PartFigures(
-                name=arm.name,
-                asked=arm.asked,
-                draft_ms=1e3 * arm.spent / arm.asked if arm.asked else 0.0,
-                verified=arm.verified,
-                accepted=arm.accepted,
-                foreseen=arm.foreseen,
-                tokens_per_second=(auto.rounds + arm.accepted) / seconds if seconds else 0.0,
+                name=part.name,
+                asked=asked,
+                draft_ms=1e3 * spent / asked if asked else 0.0,
+                verified=verified,
+                accepted=accepted,
+                foreseen=arm["foreseen"].item(),
+                tokens_per_second=(auto.rounds + accepted) / seconds if seconds else 0.0,
             )
         )
     now = 1e3 / stats.tpot_ms if stats.tpot_ms else stats.tokens_per_second

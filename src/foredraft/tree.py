@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -57,15 +57,10 @@ def reachable(draft: Draft, possible: Callable[[int, int], bool]) -> Iterator[in
             yield node + 1
 
 
-def keep(draft: Draft, nodes: Sequence[int]) -> Draft:
-    """The draft of these nodes alone, which stand in order and have their parents among them."""
-    if len(nodes) == len(draft):
+def first(draft: Draft, count: int) -> Draft:
+    """The draft of so many of its first nodes."""
+    if count == len(draft):
         return draft
-    place = {-1: -1, **{old: new for new, old in enumerate(nodes)}}
     return Draft(
-        tokens=tuple(draft.tokens[node] for node in nodes),
-        parents=tuple(place[draft.parents[node]] for node in nodes),
-        q=tuple(draft.q[node] for node in nodes),
-        scores=tuple(draft.scores[node] for node in nodes) if draft.scores else (),
-        proposers=tuple(draft.proposers[node] for node in nodes) if draft.proposers else (),
+        draft.tokens[:count], draft.parents[:count], draft.q[:count], draft.scores[:count], draft.proposers[:count]
     )

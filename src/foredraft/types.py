@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
+from operator import lt
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from foredraft.checks import is_integer, is_number, require
@@ -124,7 +126,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents)
-        assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
+        assert min(self.parents, default=-1) >= -1 and all(map(lt, self.parents, count()))
         if not self.q:
             object.__setattr__(self, "q", (None,) * len(self.tokens))
         assert len(self.q) == len(self.tokens)

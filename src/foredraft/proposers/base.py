@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.acceptance import Draws, Rule
@@ -15,6 +17,16 @@ from foredraft.costs import Costs
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
+
+OFFER = np.dtype([("token", "i4"), ("parent", "i4"), ("score", "f8")], align=True)
+"""A node of a draft that is to be joined with others."""
+NO_SCORE = -1.0
+
+
+def drafted(nodes: NDArray[Any]) -> Draft:
+    """The draft of these rows of `OFFER`, which have scores."""
+    tokens, parents, scores = zip(*nodes.tolist(), strict=True) if len(nodes) else ((), (), ())
+    return Draft(tokens, parents, scores=scores)
 
 
 class Verification(NamedTuple):
@@ -41,6 +53,19 @@ class Proposer(ABC):
 
         It is asked once a round; `budget` is 0 in the last one if a single token is left to emit.
         """
+
+    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
+        """`propose` for who joins drafts and verifies only what pays.
+
+        The nodes go to the first of `nodes`, rows of `OFFER`. `costs` `[1 + budget]` are the seconds that so many nodes
+        add to a forward, in plain steps; of several drafts it may offer the one that is worth most at these. Returns
+        how many nodes it offers.
+        """
+        draft = self.propose(tokens, budget)
+        if len(draft):
+            scores = draft.scores or (NO_SCORE,) * len(draft)
+            nodes[: len(draft)] = list(zip(draft.tokens, draft.parents, scores, strict=True))
+        return len(draft)
 
     def attach(self, cache: KVCache) -> None:  # noqa: B027  (most need no target)
         """Get the target's cache of this sequence, before the first draft: for those who draft with the target."""

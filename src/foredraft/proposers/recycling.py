@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from math import log2
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from foredraft.backends.base import Backend
-from foredraft.proposers.base import Drafter, Proposer, Verification
+from foredraft.proposers.base import OFFER, Drafter, Proposer, Verification, drafted
 from foredraft.proposers.files import damaged, read_arrays, write_arrays
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
 
 WIDTH = 8  # candidates kept for each token
-_BINS = 8  # of the probability that the target gave a candidate, each half of the one before
-_PRIOR_TRIES = 4.0  # how many tries the target's own probability is worth before acceptances are seen
 
 
 class Recycling(Drafter):
@@ -41,12 +38,21 @@ class Recycling(Drafter):
     def __init__(self, vocab_size: int) -> None:
         self.candidates = torch.full((vocab_size, WIDTH), -1, dtype=torch.int32)
         self.likelihoods = torch.zeros(vocab_size, WIDTH)
-        self.hits = torch.zeros(WIDTH, _BINS)
-        self.tries = torch.zeros(WIDTH, _BINS)
-        # The same memory: single numbers are read and written faster by way of numpy.
-        self._candidates, self._likelihoods = self.candidates.numpy(), self.likelihoods.numpy()
-        self._hits, self._tries = self.hits.numpy(), self.tries.numpy()
-        likeliest(torch.zeros(1, WIDTH), WIDTH)  # compiles what is to be compiled
+        from foredraft.proposers import recycling_kernels  # numba takes a while, and not all need it
+
+        self.kernels: Any = recycling_kernels
+        self.hits = torch.zeros(WIDTH, recycling_kernels.BINS)
+        self.tries = torch.zeros(WIDTH, recycling_kernels.BINS)
+        self.arrays: Any = tuple(tensor.numpy() for tensor in self._tensors().values())
+        """Candidates, likelihoods, hits and tries: the same memory, as compiled code takes it."""
+        self._compile()
+
+    def _compile(self) -> None:
+        """Run every kernel once, so that compiling them falls into loading and not into the first request."""
+        table: Any = [array[:1].copy() for array in self.arrays[:2]] + [array.copy() for array in self.arrays[2:]]
+        none, root = np.zeros((2, 1), dtype=np.int32)
+        self.kernels.grow(*table, 0, np.zeros(1, dtype=OFFER))
+        self.kernels.learn(*table, root, none[:0], none[:0], *likeliest(torch.zeros(1, WIDTH), WIDTH))
 
     @classmethod
     def for_target(cls, target: Backend, argument: str = "") -> Recycling:
@@ -57,41 +63,14 @@ class Recycling(Drafter):
         """A proposer over the shared table."""
         return RecyclingProposer(self)
 
-    def rates(self, token: int) -> list[tuple[int, float]]:
-        """The candidates after a token, each with the acceptance rate that its like have had."""
-        found = []
-        likelihoods, hits, tries = self._likelihoods[token].tolist(), self._hits, self._tries
-        for rank, (x, likelihood) in enumerate(zip(self._candidates[token].tolist(), likelihoods, strict=True)):
-            if x < 0:
-                break
-            at = rank, _bin(likelihood)
-            rate = (float(hits[at]) + likelihood * _PRIOR_TRIES) / (float(tries[at]) + _PRIOR_TRIES)
-            found.append((x, rate))
-        return found
-
-    def write(self, token: int, candidates: NDArray[np.int32], likelihoods: NDArray[np.float32]) -> None:
-        """What the target finds likely after a token, the likeliest first, and how likely."""
-        self._candidates[token, : len(candidates)] = candidates
-        self._likelihoods[token, : len(candidates)] = likelihoods
-
-    def note_outcome(self, token: int, successor: int) -> None:
-        """Count which candidate after `token`, if any, came true."""
-        candidates = self._candidates[token].tolist()
-        if candidates[0] < 0:
-            return
-        for rank, (x, likelihood) in enumerate(zip(candidates, self._likelihoods[token].tolist(), strict=True)):
-            at = rank, _bin(likelihood)
-            self._tries[at] += 1
-            self._hits[at] += x == successor
-
     def save(self, folder: Path) -> None:
         """Keep table and rates in `recycling.safetensors`."""
-        write_arrays(folder / "recycling.safetensors", self._arrays(), self._about())
+        write_arrays(folder / "recycling.safetensors", self._tensors(), self._about())
 
     def load(self, folder: Path) -> None:
         """Take up a kept table and its rates, in the place of those here."""
         file = folder / "recycling.safetensors"
-        kept, own = read_arrays(file, self._about()), self._arrays()
+        kept, own = read_arrays(file, self._about()), self._tensors()
         if kept is None:
             return
         shapes, wanted = ({n: (a.shape, a.dtype) for n, a in arrays.items()} for arrays in (kept, own))
@@ -100,7 +79,7 @@ class Recycling(Drafter):
         for name, array in kept.items():
             own[name].copy_(array)
 
-    def _arrays(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name) for name in ("candidates", "likelihoods", "hits", "tries")}
 
     def _makes_sense(
@@ -125,35 +104,18 @@ class RecyclingProposer(Proposer):
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The `budget` likeliest nodes of the tree that the table spans, by the product of rates along the path."""
-        chosen: list[int] = []
-        parents: list[int] = []
-        scores: list[float] = []
-        frontier: list[tuple[float, int, int]] = []  # (-score, token, parent)
-        self._open(frontier, tokens[-1], -1, 1.0)
-        while frontier and len(chosen) < budget:
-            negative, token, parent = heapq.heappop(frontier)
-            chosen.append(token)
-            parents.append(parent)
-            scores.append(-negative)
-            self._open(frontier, token, len(chosen) - 1, -negative)
-        return Draft(tuple(chosen), tuple(parents), scores=tuple(scores))
+        nodes = np.zeros(budget, dtype=OFFER)
+        return drafted(nodes[: self.offer(tokens, budget, nodes, np.zeros(1 + budget))])
 
-    def _open(self, frontier: list[tuple[float, int, int]], token: int, node: int, score: float) -> None:
-        for candidate, rate in self._table.rates(token):
-            heapq.heappush(frontier, (-score * rate, candidate, node))
+    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
+        """The same at all costs: its first nodes are the best ones, whatever their number."""
+        return int(self._table.kernels.grow(*self._table.arrays, tokens[-1], nodes[:budget]))
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
-        """Learn from every row, the rejected nodes' too; where a token stands twice, the accepted row is kept."""
-        draft, path = verification.draft, verdict.path
-        followed = [verification.root, *(draft.tokens[node] for node in path)]
-        for token, successor in zip(followed, verdict.tokens, strict=False):
-            self._table.note_outcome(token, successor)
-        candidates, likelihoods = likeliest(verification.logits, WIDTH)
-        accepted = [0, *(node + 1 for node in path)]
-        rows = [row for row in range(len(candidates)) if row not in accepted] + accepted
-        tokens = (verification.root, *draft.tokens)
-        for row in rows:
-            self._table.write(tokens[row], candidates[row], likelihoods[row])
+        """Learn from every row, the rejected nodes' too."""
+        tokens = (verification.root, *verification.draft.tokens)
+        rows = [np.array(values, dtype=np.int32) for values in (tokens, verdict.path, verdict.tokens)]
+        self._table.kernels.learn(*self._table.arrays, *rows, *likeliest(verification.logits, WIDTH))
 
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -169,8 +131,3 @@ def likeliest(logits: torch.Tensor, count: int) -> tuple[NDArray[np.int32], NDAr
     best = logits.float().topk(count)
     shares = (best.values - logits.float().logsumexp(-1, keepdim=True)).exp()
     return best.indices.to("cpu", torch.int32).numpy(), shares.cpu().numpy()
-
-
-def _bin(likelihood: float) -> int:
-    """Bin 0 holds likelihoods above 1/2, bin 1 those above 1/4, and so on."""
-    return min(int(-log2(max(likelihood, 1e-9))), _BINS - 1)

@@ -1,10 +1,11 @@
-"""The compiled part of `recycling`: the likeliest tokens of each row of logits, in one pass over it.
+"""The compiled part of `recycling`: the likeliest tokens of each row of logits in one pass, and drafts from the table.
 
 Loops over the elements of a slice, counted from 0, become vector instructions; most others do not.
 """
 
 from __future__ import annotations
 
+from math import log2
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,13 @@ from numpy.typing import NDArray
 
 from foredraft.compiled import entry, inner
 
+Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Nodes = Any
+"""Rows of `proposers.base.OFFER`."""
 
+BINS = 8  # of the probability that the target gave a candidate, each half of the one before
+_PRIOR_TRIES = 4.0  # how many tries the target's own probability is worth before acceptances are seen
 _BLOCK = 256  # logits that are compared at once with the least of the likeliest so far
 _SAMPLED = 4  # one block of so many stands for all when probabilities are added up
 
@@ -77,3 +83,76 @@ def likeliest(logits: Floats, count: int) -> tuple[NDArray[np.int32], Floats]:
                 others -= shares[row, at]
         shares[row] /= top + _SAMPLED * max(others, np.float32(0))
     return ids, shares
+
+
+@inner
+def _bin(likelihood: float) -> int:
+    """Bin 0 holds likelihoods above 1/2, bin 1 those above 1/4, and so on."""
+    return min(int(-log2(max(likelihood, 1e-9))), BINS - 1)
+
+
+@inner
+def _insert(nodes: Nodes, size: int, token: int, parent: int, score: float) -> int:
+    """Put a node behind all that are as likely; a full list loses its last, or takes none. Returns the list's size."""
+    if size == len(nodes):
+        if nodes[size - 1].score >= score:
+            return size
+        size -= 1
+    row = size
+    while row > 0 and nodes[row - 1].score < score:
+        nodes[row] = nodes[row - 1]
+        row -= 1
+    nodes[row].token, nodes[row].parent, nodes[row].score = token, parent, score
+    return size + 1
+
+
+@entry
+def grow(candidates: Ints, likelihoods: Floats, hits: Floats, tries: Floats, root: int, nodes: Nodes) -> int:
+    """Fill `nodes` with the likeliest of the tree that the table `[V, 8]` spans, as far as it goes; returns how many.
+
+    A candidate is as likely as its like, by rank and bin, have come true. The list holds what is drafted, up to `at`,
+    and then what may be: a child is never likelier than its parent.
+    """
+    token, score, size = root, 1.0, 0
+    for at in range(len(nodes)):
+        for rank in range(candidates.shape[1]):
+            if candidates[token, rank] < 0:
+                break
+            likelihood = likelihoods[token, rank]
+            of = _bin(likelihood)
+            rate = (hits[rank, of] + likelihood * _PRIOR_TRIES) / (tries[rank, of] + _PRIOR_TRIES)
+            size = _insert(nodes, size, candidates[token, rank], at - 1, score * rate)
+        if at == size:
+            break
+        token, score = nodes[at].token, nodes[at].score
+    return size
+
+
+@entry
+def learn(
+    candidates: Ints, likelihoods: Floats, hits: Floats, tries: Floats,
+    tokens: Ints, path: Ints, successors: Ints, ids: Ints, shares: Floats,
+) -> None:  # fmt: skip
+    """Count which candidates came true on the way, and take up the likeliest after every row.
+
+    `tokens` `[N+1]` are the root and the nodes, `path` the accepted nodes, `successors` what was emitted. Where a token
+    stands twice, the accepted row is kept.
+    """
+    for step in range(min(len(path) + 1, len(successors))):
+        token = tokens[path[step - 1] + 1] if step else tokens[0]
+        if candidates[token, 0] >= 0:
+            for rank in range(candidates.shape[1]):
+                of = _bin(likelihoods[token, rank])
+                tries[rank, of] += 1
+                hits[rank, of] += candidates[token, rank] == successors[step]
+    for row in range(len(tokens)):
+        _write(candidates[tokens[row]], likelihoods[tokens[row]], ids[row], shares[row])
+    _write(candidates[tokens[0]], likelihoods[tokens[0]], ids[0], shares[0])
+    for node in path:
+        _write(candidates[tokens[node + 1]], likelihoods[tokens[node + 1]], ids[node + 1], shares[node + 1])
+
+
+@inner
+def _write(candidates: Ints, likelihoods: Floats, ids: Ints, shares: Floats) -> None:
+    for rank in range(len(ids)):
+        candidates[rank], likelihoods[rank] = ids[rank], shares[rank]

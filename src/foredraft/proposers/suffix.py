@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from foredraft.backends.base import Backend
 from foredraft.checks import is_integer, is_number, require
-from foredraft.proposers.base import Drafter, Proposer
+from foredraft.proposers.base import OFFER, Drafter, Proposer, drafted
 from foredraft.proposers.files import damaged, read_arrays, write_arrays
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # else where they are used: numba takes 0.3 s to import, and 
     from foredraft.proposers.suffix_tree import SuffixTree
 
 _LEAST_BYTES = 2**20
+_ROOM = 1024  # nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +79,12 @@ class SuffixSettings:
         """Most tokens that are looked up; as many of a prompt are kept before its answer."""
         return self.max_depth // 2
 
-    def limits(self, budget: int, smoothing: float) -> Limits:
-        """For one proposal of at most `budget` nodes."""
+    def limits(self, smoothing: float) -> Limits:
+        """For proposals of as many nodes as there is room for."""
         from foredraft.proposers.suffix_kernels import Limits
 
         return Limits(
-            budget, float(self.factor), float(self.offset), float(self.floor), float(smoothing), self.chains_only
+            _ROOM, float(self.factor), float(self.offset), float(self.floor), float(smoothing), self.chains_only
         )
 
 
@@ -156,26 +158,31 @@ class SuffixProposer(Proposer):
         self._settings = drafter.settings
         self._global = drafter.global_tree
         self._own = _new_tree(self._settings.max_depth)
+        self._own_limits = self._settings.limits(self._settings.smoothing)
+        self._global_limits = self._settings.limits(self._settings.global_smoothing)
         self._read = 0
         self._prompt_length: int | None = None
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The candidate tree with the highest sum of path probabilities, which are its scores."""
+        nodes = np.zeros(budget, dtype=OFFER)
+        return drafted(nodes[: self.offer(tokens, budget, nodes, np.zeros(1 + budget))])
+
+    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
+        """The candidate tree that is worth most at these costs."""
         if self._prompt_length is None:
             self._prompt_length = len(tokens)
-        settings, new = self._settings, tokens[self._read :]
+        new, longest = tokens[self._read :], self._settings.longest_match
         self._read = len(tokens)
         if budget < 1:
             self._own.extend(new)
-            return Draft()
-        best = self._own.follow(new, settings.longest_match, settings.limits(budget, settings.smoothing))
+            return 0
+        nodes = nodes[:budget]
+        count, worth = self._own.follow(new, longest, self._own_limits, nodes, costs)
         if self._global.nodes > 1:  # its root is always there
-            tail = np.array(tokens[-settings.longest_match :], dtype=np.int32)
-            other = self._global.propose(tail, settings.limits(budget, settings.global_smoothing))
-            if other.total > best.total:
-                best = other
-        drafted, parents = best.nodes.T.tolist()
-        return Draft(tuple(drafted), tuple(parents), scores=tuple(best.scores.tolist()))
+            better, _ = self._global.propose(self._own.tail(longest), self._global_limits, nodes, costs, worth)
+            count = better or count
+        return count
 
     def finish(self, tokens: Sequence[int]) -> None:
         """Add the answer to the earlier ones, with as much of its prompt as a match may need."""
@@ -193,8 +200,8 @@ def _compile() -> None:
     """Run every kernel once, so that compiling them falls into loading and not into the first request."""
     tree = _new_tree(2)
     tree.add([1, 1])
-    limits = SuffixSettings().limits(1, 1.0)
-    tree.propose(np.array([1], dtype=np.int32), limits)
-    tree.follow([1], 1, limits)
+    limits, nodes, costs = SuffixSettings().limits(1.0), np.zeros(1, dtype=OFFER), np.zeros(2)
+    tree.propose(np.array([1], dtype=np.int32), limits, nodes, costs)
+    tree.follow([1], 1, limits, nodes, costs)
     tree.close()
     tree.forget_oldest()

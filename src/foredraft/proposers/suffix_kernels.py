@@ -9,7 +9,7 @@ assignments of whole rows are written out, because numba takes seconds to compil
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -416,29 +416,32 @@ def _likeliest_child(tree: Arrays, node: int) -> int:
 
 
 @inner
-def _grow(tree: Arrays, place: tuple[int, int, int], budget: int, limits: Limits) -> tuple[Ints, Floats, float]:
+def _grow(
+    tree: Arrays, place: tuple[int, int, int], budget: int, limits: Limits, costs: Floats
+) -> tuple[Ints, Floats, float]:
     """The likeliest continuations of a place (node, offset, depth), likeliest first, below the place itself.
 
     The list holds what is drafted, up to `at`, and then what may be: a child is never likelier than its parent.
 
-    Returns (node, offset, parent's row, depth) of each `[1+N, 4]`, scores `[1+N]`, and their sum but for the first.
+    Returns (node, offset, parent's row, depth) of each `[1+N, 4]`, scores `[1+N]`, and what they are worth.
     """
     drafted = np.empty((budget + 1, 4), dtype=np.int32)
     scores = np.empty(budget + 1, dtype=np.float64)
     drafted[0, 0], drafted[0, 1], drafted[0, 3] = place
     drafted[0, 2] = 0
     scores[0] = 1.0
-    at, size, total = 0, 1, 0.0
+    at, size, total, worth = 0, 1, 0.0, 0.0
     while at < size:
         size = _expand(tree, drafted, scores, at, size, limits)
         at += 1
         if at < size:
             total += scores[at]
-    return drafted[:size], scores[:size], total
+            worth = max(worth, (total - costs[at]) / (1.0 + costs[at]))
+    return drafted[:size], scores[:size], worth
 
 
 @inner
-def _propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, float]:
+def _propose(tree: Arrays, tail: Ints, limits: Limits, found: Any, costs: Floats, least: float) -> tuple[int, float]:
     matches = np.empty((len(tail), 2), dtype=np.int32)
     matched = 0
     while matched < len(tail):
@@ -447,30 +450,46 @@ def _propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, fl
             break  # nor does any longer suffix occur with something behind it
         matches[matched, 0], matches[matched, 1] = node, offset
         matched += 1
-    best, best_scores, best_total = np.empty((1, 4), dtype=np.int32), np.empty(1, dtype=np.float64), 0.0
+    best, best_scores, most = np.empty((1, 4), dtype=np.int32), np.empty(1, dtype=np.float64), least
     for length in range(matched, 0, -1):
-        budget = min(limits.budget, int(limits.factor * length + limits.offset))
-        if budget > best_total:  # else not even certain tokens would be a better candidate
+        budget = min(limits.budget, len(found), int(limits.factor * length + limits.offset))
+        if budget > most:  # else not even certain tokens would be a better candidate
             place = matches[length - 1, 0], matches[length - 1, 1], length
-            drafted, scores, total = _grow(tree, place, budget, limits)
-            if total > best_total:
-                best, best_scores, best_total = drafted, scores, total
-    found = np.empty((len(best) - 1, 2), dtype=np.int32)
+            drafted, scores, worth = _grow(tree, place, budget, limits, costs)
+            if worth > most:
+                best, best_scores, most = drafted, scores, worth
     for row in range(1, len(best)):
-        found[row - 1, 0] = tree.text[tree.nodes[best[row, 0], START] + best[row, 1] - 1]
-        found[row - 1, 1] = best[row, 2] - 1
-    return found, best_scores[1:], best_total
+        node = found[row - 1]
+        node.token = tree.text[tree.nodes[best[row, 0], START] + best[row, 1] - 1]
+        node.parent = best[row, 2] - 1
+        node.score = best_scores[row]
+    return len(best) - 1, most
+
+
+# Trees and limits come in their parts: to unpack a tuple that Python holds takes numba several times as long.
 
 
 @entry
-def propose(tree: Arrays, tail: Ints, limits: Limits) -> tuple[Ints, Floats, float]:
+def propose(
+    nodes: Ints, table: Ints, text: Ints, live: Ints, header: NDArray[np.int64],
+    tail: Ints,
+    budget: int, factor: float, offset: float, floor: float, smoothing: float, chain: bool,
+    found: Any, costs: Floats, least: float,
+) -> tuple[int, float]:  # fmt: skip
     """The best candidate of all match lengths, the longest of equals; see `SuffixTree.propose`."""
-    return _propose(tree, tail, limits)
+    tree, limits = Arrays(nodes, table, text, live, header), Limits(budget, factor, offset, floor, smoothing, chain)
+    return _propose(tree, tail, limits, found, costs, least)
 
 
 @entry
-def follow(tree: Arrays, tokens: Ints, longest: int, limits: Limits) -> tuple[Ints, Floats, float]:
+def follow(
+    nodes: Ints, table: Ints, text: Ints, live: Ints, header: NDArray[np.int64],
+    tokens: Ints, longest: int,
+    budget: int, factor: float, offset: float, floor: float, smoothing: float, chain: bool,
+    found: Any, costs: Floats,
+) -> tuple[int, float]:  # fmt: skip
     """Read tokens, and propose what may come after the last `longest` tokens of the open sequence."""
+    tree, limits = Arrays(nodes, table, text, live, header), Limits(budget, factor, offset, floor, smoothing, chain)
     _extend(tree, tokens)
-    end = tree.header[END]
-    return _propose(tree, tree.text[max(tree.header[OPEN], end - longest) : end], limits)
+    end = header[END]
+    return _propose(tree, text[max(header[OPEN], end - longest) : end], limits, found, costs, 0.0)

@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foredraft.proposers import suffix_kernels as kernels
 from foredraft.proposers.suffix_kernels import Arrays, Floats, Ints, Limits
 
 _ROW_BYTES = 4 * (kernels.COLUMNS + 2 + 1)  # a node, its two slots in the table, one token of text
 _LEAST_ROWS = 512
-
-
-class Candidate(NamedTuple):
-    """A tree of tokens: `nodes` `[N, 2]` has each one's token and parent (-1 at the top), parents first.
-
-    `scores` `[N]` are the path probabilities, which do not increase from node to node; `total` is their sum.
-    """
-
-    nodes: Ints
-    scores: Floats
-    total: float
 
 
 class SuffixTree:
@@ -105,23 +95,44 @@ class SuffixTree:
         """How often a run of 1 to `max_depth` tokens occurs."""
         return int(kernels.count(self._arrays, np.array(tokens, dtype=np.int32)))
 
-    def propose(self, tail: Ints, limits: Limits) -> Candidate:
+    def tail(self, longest: int) -> Ints:
+        """At most so many of the last tokens of the open sequence, until more are read."""
+        end = int(self._arrays.header[kernels.END])
+        return self._arrays.text[max(int(self._arrays.header[kernels.OPEN]), end - longest) : end]
+
+    def propose(
+        self, tail: Ints, limits: Limits, nodes: NDArray[Any], costs: Floats, least: float = 0.0
+    ) -> tuple[int, float]:
         """The best candidate among those that follow the occurrences of each end of `tail`.
 
         For every length of a match a tree grows by its likeliest node, up to `factor * length + offset` nodes; the
-        best has the highest sum of path probabilities, and the longest match of equals. Tokens equally likely stand in
-        the order in which their parents do, and of siblings the most recent one first.
+        best is worth most, and has the longest match of equals. A forward with the first n nodes of a tree emits so
+        many times the tokens of a plain one, in as many seconds; for the best n that, less one, is the worth. Where
+        nodes cost nothing, it is the sum of all path probabilities. Tokens equally likely stand in the order in which
+        their parents do, and of siblings the most recent one first.
 
         Args:
             tail: `[n]` int32, the last tokens, at most `max_depth`; the open sequence, if there is one, ends in them.
             limits: What a candidate may be.
-        """
-        return Candidate(*kernels.propose(self._arrays, tail, limits))
+            nodes: Rows of `proposers.base.OFFER`, as many as the candidate may have nodes: the first ones become these,
+                the likeliest first and parents before their children, with their path probabilities.
+            costs: `[1 + len(nodes)]` what so many nodes add to the seconds of a forward, in plain ones.
+            least: What a candidate must be worth more than.
 
-    def follow(self, tokens: Sequence[int], longest: int, limits: Limits) -> Candidate:
+        Returns how many nodes it has, and what it is worth; no nodes and `least` if there is none.
+        """
+        given: Any = (*self._arrays, tail, *limits, nodes, costs, least)
+        count, total = kernels.propose(*given)
+        return int(count), float(total)
+
+    def follow(
+        self, tokens: Sequence[int], longest: int, limits: Limits, nodes: NDArray[Any], costs: Floats
+    ) -> tuple[int, float]:
         """`extend` and `propose` in one: what may come after the last `longest` tokens of the open sequence."""
         self._make_room(len(tokens))
-        return Candidate(*kernels.follow(self._arrays, np.array(tokens, dtype=np.int32), longest, limits))
+        given: Any = (*self._arrays, np.array(tokens, dtype=np.int32), longest, *limits, nodes, costs)
+        count, total = kernels.follow(*given)
+        return int(count), float(total)
 
     @property
     def _tokens(self) -> int:
@@ -140,9 +151,9 @@ class SuffixTree:
         if needed > len(nodes):
             rows = self._grown(len(nodes), needed)
             nodes, table = np.concatenate([nodes, _zeros(rows - len(nodes), kernels.COLUMNS)]), _zeros(2 * rows)
+            kernels.rehash(Arrays(nodes, table, text, live, header))
+        if nodes is not self._arrays.nodes or text is not self._arrays.text:
             self._arrays = Arrays(nodes, table, text, live, header)
-            kernels.rehash(self._arrays)
-        self._arrays = Arrays(nodes, table, text, live, header)
 
     def _moved_text(self, tokens: int) -> Ints:
         """The text without what is forgotten, in an array with room for more tokens; nodes are told where it went."""
