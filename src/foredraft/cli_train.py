@@ -183,6 +183,7 @@ def train(
             recipe,
             out,
             model=key,
+            reference=files.reference,
             stop_tokens=stop_tokens(target, tokenizer),
             tokenizer=tokenizer,
             notify=notify,

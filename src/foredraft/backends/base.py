@@ -199,6 +199,13 @@ class Backend(ABC):
         """Weight `[H]` of the final RMSNorm in float32, as it multiplies, and its epsilon."""
         raise NotImplementedError(f"backend '{self.name}' has no features")
 
+    def layer_weights(self, layer: int) -> dict[str, Tensor] | None:
+        """Weights of a layer (from 0), float32, by the last parts of their names in Llama: `q_proj` … `down_proj`.
+
+        The norms are `input_layernorm` and `post_attention_layernorm`. `None` if the layer is not of that shape.
+        """
+        return None
+
     def sublayers(self) -> Sublayers:
         """The sublayers that `without` can leave out.
 

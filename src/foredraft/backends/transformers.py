@@ -22,6 +22,10 @@ from foredraft.types import Draft
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LAYER_WEIGHTS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("input_layernorm", "post_attention_layernorm"),
+)
 _PREFILL_CHUNK = 1024  # tokens; bounds the attention scores of a long prompt
 
 
@@ -198,6 +202,19 @@ class TransformersBackend(Backend):
             (float(getattr(norm, name)) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), 1e-6
         )
         return weight.float() * (1 + epsilon) ** 0.5, epsilon
+
+    @torch.no_grad()
+    def layer_weights(self, layer: int) -> dict[str, Tensor] | None:
+        """See `Backend`."""
+        found: dict[str, Tensor] = {}
+        module = self.model.base_model.layers[layer]
+        for name in LAYER_WEIGHTS:
+            owner = module.self_attn if name[0] in "qkvo" else module if "norm" in name else module.mlp
+            weights = getattr(getattr(owner, name, None), "weight", None)
+            if weights is None:
+                return None
+            found[name] = weights.float()
+        return found
 
     def sublayers(self) -> Sublayers:
         """See `Backend`."""

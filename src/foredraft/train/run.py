@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foredraft.backends.base import Backend
 from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.heads.checkpoints import TargetConfig
 from foredraft.heads.files import save_head
 from foredraft.models import Notify
 from foredraft.pages import make_folder
@@ -21,6 +22,9 @@ from foredraft.train.loop import Progress, Training
 from foredraft.train.recipe import Recipe
 from foredraft.train.validation import SETTINGS, accepted_length
 from foredraft.train.vocabulary import coverage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HELD_OUT = 24
 """Prompts of the text's own that are kept for validation if there are no others; never more than a tenth of all."""
@@ -53,13 +57,15 @@ class Trained(NamedTuple):
     """That were learnt from, each as often as it was seen."""
 
 
-def train_head(
+def train_drafter(
     target: Backend,
     text: Text,
     recipe: Recipe,
     out: Path,
     *,
     model: str,
+    reference: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     stop_tokens: Collection[int] = (),
     notify: Notify = lambda _: None,
     progress: Callable[[Progress], None] = lambda _: None,
@@ -73,6 +79,8 @@ def train_head(
         recipe: How.
         out: For features, checkpoint, log, and the drafter in the end (`out/drafter`).
         model: What names the target (`train.generation.target_key`).
+        reference: By which other programs load it: the drafter's files say so.
+        tokenizer: The target's, which a draft model is saved with.
         stop_tokens: Ids that end an answer.
         notify: Told what is done.
         progress: Told after every step.
@@ -124,8 +132,12 @@ def train_head(
     )
     notify("Training")
     training.run()
-    about = {"tokens": training.tokens, "accepted length": training.figures, "recipe": recipe.about}
-    save_head(head, out / "drafter", target_config=target.config, about=about)
+    about = {
+        "recipe": json.dumps(recipe.about),
+        "tokens seen": str(training.tokens),
+        "accepted length": json.dumps(training.figures),
+    }
+    save_head(head, out / "drafter", target_config=TargetConfig.of(target, reference), about=about)
     parameters = sum(weight.numel() for weight in head.parameters())
     return Trained(out / "drafter", training.figures, parameters, training.tokens)
 

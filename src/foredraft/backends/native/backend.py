@@ -29,7 +29,7 @@ from foredraft.backends.native.tables import (
 )
 from foredraft.backends.native.team import TORCH_THREADS, Team, physical_cores
 from foredraft.backends.native.twins import in_8_bits, sublayers
-from foredraft.backends.native.weights import Floats, Weights
+from foredraft.backends.native.weights import BLOCK, Floats, Weights
 from foredraft.backends.sublayers import Sublayers
 from foredraft.errors import InvalidInputError
 from foredraft.tree import depths
@@ -204,6 +204,17 @@ class NativeBackend(Backend):
     def final_norm(self) -> tuple[Tensor, float]:
         """See `Backend`."""
         return torch.from_numpy(self.weights.norm[: self.hidden_size]), self.weights.measures.epsilon
+
+    def layer_weights(self, layer: int) -> dict[str, Tensor] | None:
+        """See `Backend`."""
+        parts, m = self.weights.layers[layer], self.weights.measures
+        if m.head_dim % BLOCK or m.hidden % BLOCK or m.mlp % BLOCK:  # padded: not worth unpadding to begin with
+            return None
+        names = ("q", "k", "v", "o", "gate", "up", "down")
+        found = {f"{name}_proj": torch.from_numpy(getattr(parts, name).weight.floats()) for name in names}
+        found["input_layernorm"] = torch.from_numpy(parts.attention_norm)
+        found["post_attention_layernorm"] = torch.from_numpy(parts.mlp_norm)
+        return found
 
     def sublayers(self) -> Sublayers:
         """See `Backend`."""
