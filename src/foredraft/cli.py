@@ -40,7 +40,7 @@ from foredraft.cli_options import (
 )
 from foredraft.cli_report import report
 from foredraft.cli_theory import theory
-from foredraft.cli_train import train_data
+from foredraft.cli_train import train, train_data
 from foredraft.errors import ForedraftError, InvalidInputError
 from foredraft.terminal import (
     SAME_TEXT,
@@ -73,6 +73,7 @@ app.add_typer(models_app, name="models")
 app.command()(bench)
 app.command()(report)
 app.command()(theory)
+app.command()(train)
 app.command()(train_data)
 
 
