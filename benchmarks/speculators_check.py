@@ -72,7 +72,7 @@ def seeded(make: Callable[[], RecurrentHead]) -> RecurrentHead:
     head = make()
     with torch.no_grad():
         for weight in head.parameters():
-            weight += 0.3 * torch.randn_like(weight) if weight.ndim == 1 else 0.1 * torch.randn_like(weight)
+            weight.add_(torch.randn_like(weight), alpha=0.3 if weight.ndim == 1 else 0.1)
     return head.eval()
 
 

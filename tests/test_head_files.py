@@ -62,7 +62,7 @@ def made(name: str) -> RecurrentHead:
         head = HEADS[name]()
         with torch.no_grad():
             for weight in head.parameters():
-                weight += 0.2 * torch.randn_like(weight)
+                weight.add_(torch.randn_like(weight), alpha=0.2)
     return head.eval()
 
 
@@ -548,7 +548,8 @@ def deepseek_v3() -> Any:
 def glm4_moe() -> Any:
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-    config = Glm4MoeConfig(
+    make: Any = Glm4MoeConfig  # its constructor's type hints lack head_dim
+    config = make(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,

@@ -250,7 +250,7 @@ def speedup_with(most: int, rounds: Sequence[Round], costs: Costs, name: str, ac
 
 
 def _drafter(model: Model, name: str) -> Drafter:
-    drafter = Loader().drafter(parse_drafter(name), model.backend, model.tokenizer)
+    drafter = Loader().drafter(parse_drafter(name), model.backend, model.tokenizer, model.files)
     assert drafter is not None
     return drafter
 

@@ -112,7 +112,11 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def write_folder(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], about: Mapping[str, str]
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, str],
+    weights: str = WEIGHTS,
 ) -> None:
     """Write a head's folder, whole or not at all; a head that is there already is replaced.
 
@@ -120,9 +124,8 @@ def write_folder(
         InvalidInputError: The folder has other files, or is none.
         ModelError: It cannot be written.
     """
-    others = (
-        sorted(file.name for file in folder.iterdir() if file.name not in (CONFIG, WEIGHTS)) if folder.is_dir() else []
-    )
+    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    others = [name for name in names if name != CONFIG and not name.endswith(".safetensors")]
     if others or (folder.exists() and not folder.is_dir()):
         what = f"also holds {others[0]}" if others else "is a file"
         raise InvalidInputError(
@@ -134,7 +137,7 @@ def write_folder(
             fresh, old = Path(staging) / "fresh", Path(staging) / "old"
             fresh.mkdir()
             (fresh / CONFIG).write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            save_file(dict(tensors), fresh / WEIGHTS, metadata={"format": "pt", **about})
+            save_file(dict(tensors), fresh / weights, metadata={"format": "pt", **about})
             if folder.exists():
                 folder.rename(old)
             try:

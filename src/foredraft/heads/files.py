@@ -31,6 +31,8 @@ class Layout(NamedTuple):
     write: Callable[[Any, TargetConfig], Written]
     fits: Callable[[Checkpoint], bool]
     read: Callable[[Checkpoint, Backend], Head]
+    weights: str = WEIGHTS
+    """What the file of the weights is called."""
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -50,10 +52,10 @@ def save_head(
     embedding: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a head as a folder of `config.json` and `model.safetensors`, whole or not at all.
+    """Write a head as a folder of `config.json` and safetensors, whole or not at all.
 
-    EAGLE-3 and the sequential MTP module are written in the `speculators` format, which vLLM serves, EAGLE-1 in
-    SafeAILab's layout.
+    EAGLE-3 and the sequential MTP module are written in the `speculators` format, EAGLE-1 in SafeAILab's layout. vLLM
+    serves EAGLE-3 for any target that it knows, MTP only for those that have modules of their own.
 
     Args:
         head: Of a kind in `LAYOUTS`.
@@ -68,14 +70,15 @@ def save_head(
         InvalidInputError: The folder holds other files, or the layout cannot hold such a head.
         ModelError: The folder cannot be written.
     """
-    config, tensors = LAYOUTS[head.kind].write(head, target_config)
+    layout = LAYOUTS[head.kind]
+    config, tensors = layout.write(head, target_config)
     if embedding is not None:
         tensors["embed_tokens.weight"] = embedding.cpu()
     stored = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     layer = config.get("transformer_layer_config", config)
     layer["dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
     metadata = {"foredraft": foredraft.__version__, "kind": head.kind, **(about or {})}
-    write_folder(folder, config, {name: t.contiguous() for name, t in stored.items()}, metadata)
+    write_folder(folder, config, {name: t.contiguous() for name, t in stored.items()}, metadata, layout.weights)
 
 
 def load_head(folder: Path, target: Backend) -> Head:
@@ -110,8 +113,8 @@ def about_head(folder: Path) -> dict[str, str]:
     Raises:
         ModelError: The weights cannot be read.
     """
-    file = folder / WEIGHTS
-    if not file.is_file():
+    file = next(iter(sorted(folder.glob("*.safetensors"))), None)
+    if file is None:
         return {}
     try:
         with safe_open(file, framework="pt") as stored:

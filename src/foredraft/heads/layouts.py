@@ -158,7 +158,8 @@ def _layer(shape: BlockShape, target: TargetConfig, layers: int) -> dict[str, An
 def is_eagle3(checkpoint: Checkpoint) -> bool:
     """Whether it is EAGLE-3, in either layout."""
     kind = checkpoint.config.get(_MODEL_TYPE)
-    return kind == "eagle3" or (kind is None and any(n.startswith("midlayer.") for n in checkpoint.tensors))
+    own_names = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
+    return kind == "eagle3" or (kind is None and any(name in checkpoint.tensors for name in own_names))
 
 
 def is_mtp(checkpoint: Checkpoint) -> bool:
