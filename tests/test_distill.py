@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,15 @@ from foredraft.train.distill import (
     save_draft,
     truncated,
 )
-from foredraft.train.features import FeatureFiles, Window, batches_of_pass, padded, write_features
+from foredraft.train.features import FeatureFiles, Window, batches_of_pass, features_of, padded, write_features
 from foredraft.train.loop import Schedule, Training
 from foredraft.types import SamplingParams
 from tiny import VOCABULARY, generate, tiny_llama
-from tiny_heads import answers_of, fit
+from tiny_heads import fit
 
-LAYERS = 4
+LAYERS = 2
+SEEN = 256
+"""Texts that are learned from; the others are for measuring."""
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +50,32 @@ def backend(model: Any) -> TransformersBackend:
 
 
 @pytest.fixture(scope="module")
-def texts(backend: TransformersBackend) -> list[list[int]]:
-    return answers_of(backend, 40, 28, temperature=0.7)
+def texts(model: Any) -> list[list[int]]:
+    """288 texts of the target: 4 random tokens and 28 more at temperature 0.7."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (288, 4), generator=generator)
+    with torch.no_grad():
+        for _ in range(28):
+            p = (model(ids).logits[:, -1] / 0.7).softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(p, 1, generator=generator)], dim=1)
+    found: list[list[int]] = ids.tolist()
+    return found
 
 
 @pytest.fixture(scope="module")
 def files(backend: TransformersBackend, texts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("features")
-    return FeatureFiles(write_features(backend, [(ids, 4) for ids in texts], (), folder, "tiny"), 32)
+    return FeatureFiles(write_features(backend, [(ids, 4) for ids in texts[:SEEN]], (), folder, "tiny"), 32)
 
 
 @pytest.fixture(scope="module")
-def batch(files: FeatureFiles) -> Window:
-    return padded([files.read(place) for place in files.places])
+def batch(backend: TransformersBackend, texts: list[list[int]]) -> Window:
+    """Two texts, one of them shorter."""
+    found = []
+    for ids in (texts[0][:20], texts[1]):
+        states, totals = features_of(backend, ids, ())
+        found.append(Window(torch.tensor(ids), states[:, :-1], states[:, -1], totals, 0))
+    return padded(found)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +126,9 @@ def test_the_loss_is_the_mean_over_tokens_that_are_there(
     model: Any, texts: list[list[int]], batch: Window, rows: Tensor, kind: str
 ) -> None:
     """Text by text, unpadded, through the models themselves; by states it is the same but for their rounding."""
-    draft = truncated(model, 2)
+    draft = truncated(model, 1)
     values, agreements, overlaps = [], [], []
-    for ids in texts:
+    for ids in (texts[0][:20], texts[1]):
         with torch.no_grad():
             log_p, log_q = (m(torch.tensor([ids])).logits[0].log_softmax(-1) for m in (model, draft))
         values.append(divergence_of(log_p, log_q, kind))
@@ -177,9 +193,10 @@ def test_a_truncated_model_is_the_same_before_and_after_its_folder(family: str, 
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
     with torch.no_grad():
         assert torch.allclose(small(ids).logits, again(ids).logits, atol=1e-5)
-        steps = [small(ids[:, :5], use_cache=True)]
-        steps.append(small(ids[:, 5:], past_key_values=steps[0].past_key_values))
-        assert torch.allclose(torch.cat([step.logits for step in steps], 1), again(ids).logits, atol=1e-4)
+    answers = [
+        generate(Engine(TransformersBackend(m)), [1, 2, 3], SamplingParams(max_tokens=9)) for m in (small, again)
+    ]
+    assert answers[0].ids == answers[1].ids  # with a cache, which has a place for each layer
 
 
 def test_layers_are_chosen_evenly() -> None:
@@ -189,43 +206,62 @@ def test_layers_are_chosen_evenly() -> None:
 
 @pytest.mark.parametrize("layers", [0, LAYERS, 2.0])
 def test_a_model_is_not_truncated_to_all_of_it_or_nothing(model: Any, layers: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"must be an integer in \[1, 3\], for the model has 4 layers"):
+    with pytest.raises(InvalidInputError, match=r"must be an integer in \[1, 1\], for the model has 2 layers"):
         truncated(model, layers)
 
 
 # What it gains
 
 
-def acceptance(backend: TransformersBackend, draft: Any, texts: list[list[int]], temperature: float) -> float:
-    """Share of drafted tokens that are accepted, over answers to prompts that nothing was learned from."""
+def acceptance(backend: TransformersBackend, draft: Any, texts: list[list[int]]) -> list[float]:
+    """Share of drafted tokens that are accepted at temperature 0 and 1, in answers to prompts that were not learned."""
     drafter = DraftModel(TransformersBackend(draft), VOCABULARY)
-    accepted = drafted = 0
-    for seed, ids in enumerate(texts):
-        params = SamplingParams(max_tokens=24, temperature=temperature, seed=seed)
-        stats = generate(Engine(backend, drafter, draft_tokens=3), ids[:4], params).stats
-        accepted, drafted = accepted + stats.accepted, drafted + stats.drafted
-    return accepted / drafted
+    shares = []
+    for temperature in (0.0, 1.0):
+        accepted = drafted = 0
+        for seed, ids in enumerate(texts[SEEN:]):
+            params = SamplingParams(max_tokens=16, temperature=temperature, seed=seed)
+            stats = generate(Engine(backend, drafter, draft_tokens=2), ids[:4], params).stats
+            accepted, drafted = accepted + stats.accepted, drafted + stats.drafted
+        assert drafted > 400
+        shares.append(accepted / drafted)
+    return shares
+
+
+@pytest.fixture(scope="module")
+def untaught(model: Any, backend: TransformersBackend, texts: list[list[int]]) -> list[float]:
+    return acceptance(backend, truncated(model, 1), texts)
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_distillation_raises_acceptance_on_text_that_was_not_seen(
-    model: Any, backend: TransformersBackend, texts: list[list[int]], files: FeatureFiles, rows: Tensor, kind: str
+    model: Any,
+    backend: TransformersBackend,
+    texts: list[list[int]],
+    files: FeatureFiles,
+    rows: Tensor,
+    untaught: list[float],
+    kind: str,
 ) -> None:
-    """A truncated model, by 60 steps on 32 texts of 32 tokens; the other 8 are for measuring."""
-    draft = truncated(model, 2)
-    before = [acceptance(backend, draft, texts[32:], temperature) for temperature in (0.0, 0.7)]
+    """One layer of two, by 60 steps on 256 texts of 32 tokens; acceptance over more than 400 drafted tokens.
+
+    The standard error of a difference is 0.035 at most, so chance alone would make a gain of 0.05 at both temperatures
+    about once in 150 seeds; they are fixed.
+    """
+    draft = truncated(model, 1)
     task = DistillObjective(draft, by_states(rows), divergence=kind)
-    windows = padded([files.read(place) for place in files.places[:32]])
-    losses = fit(draft, lambda: task.losses(windows), 60, 5e-3)
-    after = [acceptance(backend, draft, texts[32:], temperature) for temperature in (0.0, 0.7)]
-    assert losses["agree"] > 0.5
-    assert all(b > a + 0.1 for a, b in zip(before, after, strict=True)), (before, after)
+    windows = [padded([files.read(place) for place in files.places[first::4]]) for first in range(4)]
+    order = itertools.cycle(windows)
+    fit(draft, lambda: task.losses(next(order)), 60, 3e-3)
+    taught = acceptance(backend, draft, texts)
+    assert all(after > before + 0.05 for before, after in zip(untaught, taught, strict=True)), (untaught, taught)
+    print(f"{kind}: {untaught} -> {taught}")  # noqa: T201
 
 
 def test_the_training_loop_runs_it_and_goes_on_to_the_bit(
     model: Any, files: FeatureFiles, rows: Tensor, tmp_path: Path
 ) -> None:
-    """Broken off after 3 of 6 steps and started again, against a run in one."""
+    """Broken off in one of 6 steps and started again, against a run in one."""
     order = batches_of_pass(files.places, 256, seed=1, index=0)[:6]
 
     def train(folder: Path, stop_at: int | None = None) -> Any:

@@ -146,7 +146,7 @@ def identity_of(name: str, target: Backend) -> ParallelHead:
 @EVERY_HEAD
 def test_losses_are_those_of_single_places(target: TransformersBackend, text: list[int], name: str) -> None:
     """A head that is fresh says the target's own law, at each depth of a later token: by hand, place by place."""
-    head = identity_of(name, target)
+    head = identity_of(name, target).eval()
     task = objective_over(head, target)
     windows = [window_of(target, head, text[:n]) for n in (9, 14)]
     short, long = (window._replace(states=window.states.float()) for window in windows)

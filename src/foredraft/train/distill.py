@@ -17,7 +17,7 @@ from foredraft.backends.partial import refuse_unless_layered, twin
 from foredraft.checks import is_integer, is_number, require
 from foredraft.errors import InvalidInputError, ModelError, UnsupportedError
 from foredraft.train.features import Window
-from foredraft.train.objectives import share, wide
+from foredraft.train.objectives import wide
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ class DistillObjective:
         self.beta = beta
 
     def losses(self, batch: Window) -> dict[str, Tensor]:
-        """The mean divergence in nats a token as `loss`, and what it does to acceptance.
+        """The mean divergence in nats a token as `loss`; while the model is not training also what acceptance it gives.
 
         `agree` is the share of places where the likeliest tokens are the same, which is the acceptance rate at
         temperature 0; `overlap` is the sum of min(p, q), which is that of rejection sampling at temperature 1.
@@ -77,10 +77,17 @@ class DistillObjective:
             )
         log_q = torch.log_softmax(wide(logits[..., : log_p.shape[-1]]), dim=-1)
         each = divergence_of(log_p, log_q, self.divergence, self.beta)
-        with torch.no_grad():
-            agrees = (log_q.argmax(-1) == log_p.argmax(-1)) * known
-            overlap = torch.minimum(log_p, log_q).exp().sum(-1) * known
-        return {"loss": share(each * known, known), "agree": share(agrees, known), "overlap": share(overlap, known)}
+        found = {"loss": _mean(each, known)}
+        if not self.head.training:
+            with torch.no_grad():
+                found["agree"] = _mean(log_q.argmax(-1) == log_p.argmax(-1), known)
+                found["overlap"] = _mean(torch.minimum(log_p, log_q).exp().sum(-1), known)
+        return found
+
+
+def _mean(each: Tensor, known: Tensor) -> Tensor:
+    """Over the places that are known."""
+    return (each * known).sum() / known.sum().clamp(min=1)
 
 
 def divergence_of(log_p: Tensor, log_q: Tensor, kind: str, beta: float = 0.5) -> Tensor:

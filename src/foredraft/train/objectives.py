@@ -146,8 +146,8 @@ class ParallelObjective:
     def losses(self, batch: Window) -> dict[str, Tensor]:
         """Terms by name, means over the places of their depth, and their weighted sum as `loss`.
 
-        Depths are counted from 0; `weight_j` is that of depth j. While the head is not training also `agree_j`: the share
-        of the places of depth j at which depths 0 to j all name what the target does.
+        Depths are counted from 0; `weight_j` is that of depth j. While the head is not training also `agree_j`: the
+        share of the places of depth j at which depths 0 to j all name what the target does.
         """
         p = target_law(batch, self.target_rows)
         places = torch.arange(p.shape[0] * p.shape[1], device=p.device).view(p.shape[:2])
@@ -227,11 +227,6 @@ def soft_cross_entropy(logits: Tensor, p: Tensor, rows: Tensor) -> tuple[Tensor,
     """
     found: tuple[Tensor, Tensor] = _SoftCrossEntropy.apply(logits, p, rows)  # type: ignore[no-untyped-call]
     return found
-
-
-def share(found: Tensor, known: Tensor) -> Tensor:
-    """The sum over all places by the number of those that are known."""
-    return found.sum() / known.sum().clamp(min=1)
 
 
 def wide(x: Tensor) -> Tensor:
