@@ -26,7 +26,7 @@ from foredraft.heads.block import BlockShape
 from foredraft.heads.checkpoints import TargetConfig
 from foredraft.heads.files import load_head, save_head
 from foredraft.heads.recurrent import Eagle3Head, Eagle3Norms, RecurrentHead, SequentialMTPHead
-from foredraft.train.rollout import rollout
+from foredraft.train.rollout import Rollout
 
 TOLERANCE = 1e-4
 LAYERS, VOCABULARY, STEPS = 4, 64, 3
@@ -92,11 +92,14 @@ def ours(head: RecurrentHead, target: TransformersBackend, ids: list[int]) -> li
     rows, embeddings = features(target, ids, head.feature_layers)[None], target.embed(ids)[None]
     found = []
     for step in range(STEPS):
-        if isinstance(head, Eagle3Head):
-            state = list(rollout(head, rows, embeddings, step + 1))[step]
+        if step == 0:
+            roll = Rollout(head, rows, embeddings)
+        elif isinstance(head, Eagle3Head):
+            roll.go_on(torch.arange(len(ids))[None])
         else:  # the library starts each step of MTP anew, from the states of the one before
-            state = next(rollout(head, rows, embeddings, 1))
-            rows, embeddings = state[:, :-1, None], embeddings[:, 1:]
+            embeddings = embeddings[:, 1:]
+            roll = Rollout(head, roll.state[:, :-1, None], embeddings)
+        state = roll.state
         read = head.readout(state)[0]
         logits = target.head(read) if head.lm_head is None else head.lm_head(read)
         found.append(logits[: len(ids) - 1 - step])
@@ -136,6 +139,7 @@ def check(name: str, folder: Path, target: TransformersBackend) -> dict[str, Any
     model = SpeculatorModel.from_pretrained(folder / "head").float().eval()
     model.save_pretrained(folder / "theirs")
     read_back = load_head(folder / "theirs", target)
+    assert isinstance(read_back, RecurrentHead)
     wanted = ours(head, target, ids)
     return {
         "head": name,

@@ -21,8 +21,9 @@ from foredraft.errors import ForedraftError, InvalidInputError, ModelError, Unsu
 from foredraft.heads import files
 from foredraft.heads.block import BlockShape, rotary
 from foredraft.heads.checkpoints import TargetConfig
-from foredraft.heads.files import about_head, load_head, save_head
+from foredraft.heads.files import Head, about_head, load_head, save_head
 from foredraft.heads.model_layer import ModelLayerHead, own_head, run_of
+from foredraft.heads.parallel import MedusaHead, MTPHead, ParallelHead
 from foredraft.heads.recurrent import Eagle3Head, Eagle3Norms, EagleHead, RecurrentHead, SequentialMTPHead
 from foredraft.loading import Loader, parse_drafter
 from foredraft.models import BUNDLED, ModelFiles
@@ -74,8 +75,9 @@ def saved(name: str, folder: Path, target: Backend, **more: Any) -> RecurrentHea
 
 
 @torch.inference_mode()
-def logits_of(head: RecurrentHead, target: Backend) -> Tensor:
+def logits_of(head: Head, target: Backend) -> Tensor:
     """`[3, V]`: after some committed tokens, and two drafted ones further, over all ids of the target."""
+    assert isinstance(head, RecurrentHead)
     ids = [3, 1, 4, 1, 5, 9]
     cache = target.new_cache()
     kept = cache.keep_features(head.feature_layers)
@@ -121,6 +123,61 @@ def test_offsets_and_mask_name_the_targets_ids(tmp_path: Path, target: Backend) 
     assert config["speculators_model_type"] == "eagle3" and config["draft_vocab_size"] == len(SOME)
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
     assert config["speculators_config"]["verifier"]["name_or_path"] == "org/name"
+
+
+PARALLEL: dict[str, Callable[[], ParallelHead]] = {
+    "medusa": lambda: MedusaHead(SHAPE.hidden, LAYERS, 3, blocks=2),
+    "medusa, few tokens": lambda: MedusaHead(SHAPE.hidden, LAYERS, 2, own_matrices=len(SOME), draft_ids=SOME),
+    "medusa, matrices of its own": lambda: MedusaHead(SHAPE.hidden, LAYERS, 2, own_matrices=VOCABULARY),
+    "mtp, independent": lambda: MTPHead(SHAPE.hidden, LAYERS, 3, form="independent", mlp=24),
+    "mtp, cascaded": lambda: MTPHead(SHAPE.hidden, LAYERS, 2, form="cascaded", draft_ids=SOME),
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_parallel_heads_come_back_as_they_were_written(name: str, tmp_path: Path, target: Backend) -> None:
+    torch.manual_seed(5)
+    head = PARALLEL[name]()
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.copy_(torch.randn(weight.shape).bfloat16())
+    save_head(head, tmp_path / "head", target_config=TargetConfig.of(target, "org/name"))
+    back = load_head(tmp_path / "head", target)
+    assert (type(back) is type(head) and back.draft_ids is None) or torch.equal(back.draft_ids, head.draft_ids)
+    states = torch.randn(3, 1, SHAPE.hidden)
+    assert torch.equal(back.states(states), head.states(states))
+    for own, other in zip(back.parameters(), head.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_a_public_medusa_checkpoint_is_read(tmp_path: Path, target: Backend) -> None:
+    """As its authors' training writes it: a `.pt` file, and a matrix for each head."""
+    torch.manual_seed(5)
+    tensors = {}
+    for depth in range(2):
+        tensors[f"{depth}.0.linear.weight"] = torch.randn(SHAPE.hidden, SHAPE.hidden)
+        tensors[f"{depth}.0.linear.bias"] = torch.randn(SHAPE.hidden)
+        tensors[f"{depth}.1.weight"] = torch.randn(VOCABULARY, SHAPE.hidden)
+    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "org/name"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = load_head(tmp_path, target)
+    assert isinstance(head, MedusaHead)
+    x = torch.randn(1, 1, SHAPE.hidden)
+    read = x[:, 0] + torch.nn.functional.silu(x[:, 0] @ tensors["1.0.linear.weight"].T + tensors["1.0.linear.bias"])
+    found = head.logits(head.states(x), target.head)[1]
+    assert torch.allclose(found, read @ tensors["1.1.weight"].T, atol=1e-4)
+    found_by_name = drafter(f"medusa:{tmp_path}", target)
+    params = SamplingParams(max_tokens=12)
+    wanted = generate(Engine(target), [3, 1, 4], params).ids
+    assert generate(Engine(target, found_by_name), [3, 1, 4], params).ids == wanted
+    (tmp_path / "config.json").write_text(json.dumps({**config, "medusa_num_heads": 3}))
+    with pytest.raises(ModelError, match=r"lacks tensor '2.0.linear.bias'"):
+        load_head(tmp_path, target)
+    other = tensors | {"0.0.linear.weight": torch.randn(8, 8)}
+    torch.save(other, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(UnsupportedError, match=r"states of 8, and this target has 32"):
+        load_head(tmp_path, target)
 
 
 def test_a_layer_after_the_final_norm_cannot_be_written(tmp_path: Path, target: Backend) -> None:
@@ -276,6 +333,7 @@ def test_rotary_positions_scaled_as_in_llama_3(tmp_path: Path, target: Backend) 
     positions = torch.arange(100)
     wanted: Any = LlamaRotaryEmbedding(LlamaConfig(**known))
     cos, sin = wanted(torch.zeros(1, 100, 32), positions[None])
+    assert isinstance(back, RecurrentHead)
     assert torch.allclose(rotary(positions, back.shape)[0], cos[0, :, :4], atol=1e-5)
     assert torch.allclose(rotary(positions, back.shape)[1], sin[0, :, :4], atol=1e-5)
     assert not torch.equal(logits_of(back, target), logits_of(head, target))
@@ -353,7 +411,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], type[ForedraftError], str]] = {
     "kind": (
         lambda folder: (folder / "config.json").write_text('{"speculators_model_type": "dflash"}'),
         ModelError,
-        r"of no known kind \(eagle3, mtp, eagle",
+        r"of no known kind \(eagle, eagle3, medusa, mtp\)",
     ),
     "no config": (lambda folder: (folder / "config.json").unlink(), ModelError, "must say what the head in it is"),
     "no table": (lambda folder: (folder / "config.json").write_text("[]"), ModelError, "must hold a table"),
@@ -408,7 +466,7 @@ def test_heads_are_parts_of_hybrid_and_auto(tmp_path: Path, target: Backend) -> 
     hybrid = drafter(f"hybrid:suffix+eagle3:{tmp_path / 'head'}", target)
     assert isinstance(hybrid, Hybrid) and hybrid.name == "hybrid:suffix+eagle3"
     auto = drafter(f"auto:suffix+eagle3:{tmp_path / 'head'}", target)
-    assert isinstance(auto, Auto) and auto.arms["eagle3"].costly and not auto.arms["suffix"].costly
+    assert isinstance(auto, Auto) and auto.arms["costly"].tolist() == [False, True]
     params = SamplingParams(max_tokens=24)
     wanted = generate(Engine(target), [3, 1, 4], params).ids
     assert generate(Engine(target, hybrid), [3, 1, 4], params).ids == wanted

@@ -85,10 +85,10 @@ def test_every_weight_gets_a_gradient_that_differences_confirm(name: str) -> Non
     for sign in (1, -1):
         with torch.no_grad():
             for w, d in zip(head.parameters(), directions, strict=True):
-                w += sign * 1e-6 * d
+                w.add_(d, alpha=sign * 1e-6)
             values.append(float(task.losses(batch)["loss"]))
             for w, d in zip(head.parameters(), directions, strict=True):
-                w -= sign * 1e-6 * d
+                w.sub_(d, alpha=sign * 1e-6)
     assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-3)
 
 
@@ -146,7 +146,7 @@ def reference_tree(
         odds = torch.softmax(best.values, -1) if seed is not None else best.values.exp()
         return list(zip(ids[best.indices].tolist(), odds.tolist(), strict=True))
 
-    scored = {(token,): odds for token, odds in chances(())}
+    scored: dict[tuple[int, ...], float] = {(token,): odds for token, odds in chances(())}
     level = list(scored)
     for _ in range(DEEPEST - 1):
         best = sorted(scored.values(), reverse=True)

@@ -25,7 +25,7 @@ from foredraft.errors import InvalidInputError
 from foredraft.terminal import counted, time_left
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foredraft.backends.base import Backend
     from foredraft.models import Notify
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from foredraft.train.dialogues import Dialogue
     from foredraft.train.generation import Progress
     from foredraft.train.loop import Progress as TrainingProgress
+    from foredraft.train.recipe import Recipe
 
 _ELICITED = 1000  # prompts, if none are given
 _EVERY = 16  # answers between two lines of progress where there is no terminal
@@ -125,9 +126,12 @@ def train(
     validate_every: Annotated[int, typer.Option(help="Steps between validations; 0 has one at the end.")] = 0,
     passes: Annotated[int, typer.Option(help="How often all text is seen.")] = 3,
     ahead: Annotated[int, typer.Option(help="Tokens ahead to train for: steps of training-time test, or heads.")] = 4,
-    draft_vocab: Annotated[int, typer.Option(help="For eagle3: tokens that it can draft.")] = 8192,
+    draft_vocab: Annotated[int, typer.Option(help="Tokens that can be drafted (not eagle, sequential mtp).")] = 8192,
     form: Annotated[str, typer.Option(help="For mtp: sequential, independent or cascaded.")] = "sequential",
     layers: Annotated[int, typer.Option(help="For draft: layers of the target to begin with; 0 takes a third.")] = 0,
+    start: Annotated[
+        str | None, typer.Option(help="For draft: a smaller model of the same vocabulary to begin with instead.")
+    ] = None,
     loss: Annotated[str, typer.Option(help="For draft: forward-kl, reverse-kl or jsd.")] = "forward-kl",
     learning_rate: Annotated[float, typer.Option(help="The highest one.")] = 1e-3,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch.")] = 2048,
@@ -148,7 +152,7 @@ def train(
     features and training, to the same weights. The drafter lies in OUT/drafter; draft with it by --drafter
     KIND:OUT/drafter.
     """
-    from foredraft.loading import EngineChoice, Loader, stop_tokens
+    from foredraft.loading import EngineChoice, Loader
     from foredraft.train.generation import target_key
     from foredraft.train.loop import Schedule
     from foredraft.train.recipe import Recipe
@@ -177,6 +181,7 @@ def train(
         key = target_key(target, files)
         dialogues = _dialogues(data, elicit, out / "text", key, target, tokenizer, seed, notify, count)
         held_out = _held_out(validate, limit, target, tokenizer)
+        beginning = _beginning(start, recipe) if start is not None else None
         trained = train_drafter(
             target,
             Text.of(dialogues, held_out),
@@ -184,8 +189,8 @@ def train(
             out,
             model=key,
             reference=files.reference,
-            stop_tokens=stop_tokens(target, tokenizer),
             tokenizer=tokenizer,
+            start=beginning,
             notify=notify,
             progress=lambda step: count(step.step, step.steps, "Training", _step_line(step)),
             count=lambda done, total: count(done, total, "Reading", f"{done} of {total} dialogues read"),
@@ -226,6 +231,19 @@ def _dialogues(
         progress=lambda step: count(step.items, step.total, "Answering", _line(step)),
     )
     return read_dialogues(shards)
+
+
+def _beginning(reference: str, recipe: Recipe) -> PreTrainedModel:
+    """What a draft model begins as, in float32."""
+    from foredraft.backends.checkpoint import load_checkpoint
+    from foredraft.loading import cache_folder
+    from foredraft.models import file_key, resolve
+
+    if recipe.kind != "draft":
+        raise InvalidInputError(f"--start is what a draft model begins with, and this is {recipe.kind}: leave it out.")
+    files = resolve(reference, cache_folder())
+    converted = cache_folder() / "converted" / file_key(files.path) if files.is_gguf else None
+    return load_checkpoint(files.path, device="auto", dtype="float32", converted=converted)[0]
 
 
 def _held_out(

@@ -272,7 +272,7 @@ class TransformersBackend(Backend):
             self._splits[layers] = split(self.model, layers)
         return self._splits[layers]
 
-    def _tree_shape(self, committed: int, draft: Draft, known: int = 0) -> dict[str, Tensor]:
+    def _tree_shape(self, committed: int, draft: Draft, known: int = 0) -> dict[str, Any]:
         """What makes tokens a tree: who sees whom, `[1, 1, N+1 - known, committed + N+1]`, and where each stands."""
         among = ancestor_mask(draft)[known:]
         seen = torch.cat([torch.ones(len(among), committed, dtype=torch.bool), among], dim=1)
@@ -292,8 +292,9 @@ class TransformersBackend(Backend):
         module: Any,
         cache: TransformersCache,
         what: dict[str, Tensor],
+        *,
         certain: bool | None = None,
-        **shape: Tensor,
+        **shape: Any,
     ) -> Any:
         """Run a model or a part; where it says whether the tokens are `certain`, hand out its hidden states."""
         layers = cache.wanted_layers if certain is not None else []
@@ -314,7 +315,8 @@ def _layered(model: PreTrainedModel) -> bool:
 
 
 def _has_features(model: PreTrainedModel) -> bool:
-    return hasattr(model.base_model, "norm") and hasattr(model.get_output_embeddings(), "weight")
+    head: Any = model
+    return hasattr(model.base_model, "norm") and hasattr(head.get_output_embeddings(), "weight")
 
 
 def refuse_unless_croppable(model: PreTrainedModel) -> None:

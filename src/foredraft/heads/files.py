@@ -14,11 +14,13 @@ import foredraft
 from foredraft.backends.base import Backend
 from foredraft.errors import ModelError
 from foredraft.heads import layouts
+from foredraft.heads import parallel_layouts as parallel
 from foredraft.heads.checkpoints import WEIGHTS, Checkpoint, TargetConfig, read_checkpoint, write_folder
 from foredraft.heads.layouts import Written
-from foredraft.heads.recurrent import RecurrentHead
+from foredraft.heads.parallel import MedusaHead, MTPHead, ParallelHead
+from foredraft.heads.recurrent import Eagle3Head, EagleHead, RecurrentHead, SequentialMTPHead
 
-Head: TypeAlias = RecurrentHead
+Head: TypeAlias = RecurrentHead | ParallelHead
 """Any head that files hold."""
 
 
@@ -26,8 +28,9 @@ _BUNDLED = Path(__file__).parent / "bundled"
 
 
 class Layout(NamedTuple):
-    """How heads of a kind lie in a folder: how they are written, told apart from others by content, and read."""
+    """How heads of a class lie in a folder: how they are written, told apart from others by content, and read."""
 
+    made: type[Head]
     write: Callable[[Any, TargetConfig], Written]
     fits: Callable[[Checkpoint], bool]
     read: Callable[[Checkpoint, Backend], Head]
@@ -35,12 +38,14 @@ class Layout(NamedTuple):
     """What the file of the weights is called."""
 
 
-LAYOUTS: dict[str, Layout] = {
-    "eagle3": Layout(layouts.write_eagle3, layouts.is_eagle3, layouts.read_eagle3),
-    "mtp": Layout(layouts.write_mtp, layouts.is_mtp, layouts.read_mtp),
-    "eagle": Layout(layouts.write_eagle, layouts.is_eagle, layouts.read_eagle),
-}
-"""By kind of head. A folder is read by the first that fits."""
+LAYOUTS = (
+    Layout(Eagle3Head, layouts.write_eagle3, layouts.is_eagle3, layouts.read_eagle3),
+    Layout(SequentialMTPHead, layouts.write_mtp, layouts.is_mtp, layouts.read_mtp),
+    Layout(MTPHead, parallel.write_mtp_heads, parallel.is_mtp_heads, parallel.read_mtp_heads),
+    Layout(MedusaHead, parallel.write_medusa, parallel.is_medusa, parallel.read_medusa, parallel.MEDUSA_WEIGHTS),
+    Layout(EagleHead, layouts.write_eagle, layouts.is_eagle, layouts.read_eagle),
+)
+"""A folder is read by the first that fits."""
 
 
 def save_head(
@@ -54,11 +59,11 @@ def save_head(
 ) -> None:
     """Write a head as a folder of `config.json` and safetensors, whole or not at all.
 
-    EAGLE-3 and the sequential MTP module are written in the `speculators` format, EAGLE-1 in SafeAILab's layout. vLLM
-    serves EAGLE-3 for any target that it knows, MTP only for those that have modules of their own.
+    EAGLE-3 and the sequential MTP module are written in the `speculators` format, EAGLE-1 in SafeAILab's layout, Medusa
+    in its own. vLLM serves EAGLE-3 for any target that it knows, MTP only for those that have modules of their own.
 
     Args:
-        head: Of a kind in `LAYOUTS`.
+        head: Of a class in `LAYOUTS`.
         folder: A new one, or one that holds a head and nothing else, which is replaced.
         target_config: What it drafts for.
         about: What should be known of it, such as how it was trained; kept in the weights file.
@@ -70,7 +75,7 @@ def save_head(
         InvalidInputError: The folder holds other files, or the layout cannot hold such a head.
         ModelError: The folder cannot be written.
     """
-    layout = LAYOUTS[head.kind]
+    layout = next(layout for layout in LAYOUTS if isinstance(head, layout.made))
     config, tensors = layout.write(head, target_config)
     if embedding is not None:
         tensors["embed_tokens.weight"] = embedding.cpu()
@@ -91,11 +96,12 @@ def load_head(folder: Path, target: Backend) -> Head:
         UnsupportedError: It was made for another target; both sides are named.
     """
     checkpoint = read_checkpoint(folder)
-    layout = next((layout for layout in LAYOUTS.values() if layout.fits(checkpoint)), None)
+    layout = next((layout for layout in LAYOUTS if layout.fits(checkpoint)), None)
     if layout is None:
         first = next(iter(sorted(checkpoint.tensors)), "none")
+        known = ", ".join(sorted({layout.made.kind for layout in LAYOUTS}))
         raise checkpoint.refused(
-            f"it is of no known kind ({', '.join(LAYOUTS)}); its first tensor is '{first}'",
+            f"it is of no known kind ({known}); its first tensor is '{first}'",
             "Give the folder of a head; draft:REF takes a whole model.",
         )
     return layout.read(checkpoint, target)

@@ -111,6 +111,7 @@ class MedusaHead(ParallelHead):
     ) -> None:
         super().__init__(layers, depth, draft_ids)
         require("blocks", blocks, is_integer(blocks) and blocks >= 1, "an integer >= 1")
+        self.hidden, self.blocks_of_each = hidden, blocks
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(hidden) for _ in range(blocks))) for _ in range(depth))
         if own_matrices is not None:
             good = draft_ids is None or len(draft_ids) == own_matrices
@@ -185,7 +186,7 @@ class MTPHead(ParallelHead):
             )
         mlp = 2 * hidden if mlp is None else mlp
         require("mlp", mlp, is_integer(mlp) and mlp >= 1, "an integer >= 1")
-        self.form = form
+        self.form, self.hidden, self.mlp, self.epsilon = form, hidden, mlp, epsilon
         self.blocks = nn.ModuleList(TrunkBlock(hidden, mlp, epsilon) for _ in range(depth))
 
     def states(self, features: Tensor) -> Tensor:

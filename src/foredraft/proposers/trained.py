@@ -9,10 +9,12 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.heads.files import Head, bundled_heads, load_head
 from foredraft.heads.model_layer import own_head
+from foredraft.heads.parallel import ParallelHead
 from foredraft.models import BUNDLED, ModelFiles, Notify, is_bundled, resolve_head
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.eagle import RecurrentDrafter
 from foredraft.proposers.heads import require_features
+from foredraft.proposers.medusa import ParallelDrafter
 
 
 class Trained(RecurrentDrafter):
@@ -109,7 +111,7 @@ class Medusa(Trained):
 
 def drafter_of(head: Head, target: Backend) -> Drafter:
     """The drafter that runs a head."""
-    return RecurrentDrafter(head, target)
+    return ParallelDrafter(head, target) if isinstance(head, ParallelHead) else RecurrentDrafter(head, target)
 
 
 def _folder_of(target: Backend) -> Path | None:

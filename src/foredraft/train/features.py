@@ -37,7 +37,8 @@ class Window(NamedTuple):
 
     def to(self, device: torch.device) -> Window:
         """The same on a device."""
-        return Window(*(part.to(device) for part in self[:4]), self.answer)
+        ids, features, states, log_total = (part.to(device) for part in self[:4])
+        return Window(ids, features, states, log_total, self.answer)
 
 
 class Place(NamedTuple):
@@ -56,7 +57,7 @@ def features_of(target: Backend, ids: Sequence[int], layers: Sequence[int]) -> t
     target.prefill(cache, ids)
     states = features.take()[1]
     assert states is not None
-    totals = [target.head(part).logsumexp(-1) for part in states[:, -1].split(_PIECE)]
+    totals = [target.head(part).logsumexp(-1) for part in torch.split(states[:, -1], _PIECE)]
     return states.to("cpu", torch.bfloat16), torch.cat(totals).to("cpu")
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from foredraft.backends.base import Backend
 from foredraft.heads.block import BlockShape
-from foredraft.heads.recurrent import Eagle3Head, EagleHead, RecurrentHead, SequentialMTPHead
+from foredraft.heads.files import Head
+from foredraft.heads.parallel import MedusaHead, MTPHead, ParallelHead
+from foredraft.heads.recurrent import Eagle3Head, EagleHead, SequentialMTPHead
 from foredraft.train.loop import Objective
-from foredraft.train.objectives import RecurrentObjective
+from foredraft.train.objectives import ParallelObjective, RecurrentObjective
 from foredraft.train.recipe import Recipe
 from foredraft.train.vocabulary import choose_draft_ids
 
@@ -21,21 +25,21 @@ def feature_layers(recipe: Recipe, layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(2, layers), max(1, layers // 2), max(1, layers - 3)}))
 
 
-def new_head(recipe: Recipe, target: Backend, counts: Tensor) -> tuple[RecurrentHead, Objective]:
-    """A fresh head of the recipe and what it is trained for."""
-    shape = block_shape(target)
-    every = torch.arange(target.vocab_size)
+def new_head(recipe: Recipe, target: Backend, counts: Tensor) -> tuple[Head, Objective]:
+    """A fresh head of the recipe and what it is trained for.
+
+    Args:
+        recipe: How to train.
+        target: For whom the head will draft.
+        counts: `[V]` how often each token occurs in the text.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        head: RecurrentHead
-        if recipe.kind == "eagle3":
-            ids = choose_draft_ids(counts, recipe.draft_vocab)
-            head = Eagle3Head(shape, feature_layers(recipe, target.layers), ids)
-        else:
-            ids = every
-            kind = EagleHead if recipe.kind == "eagle" else SequentialMTPHead
-            head = kind(shape, target.layers)
+        head = _made(recipe, target, counts)
+    ids = head.draft_ids if head.draft_ids is not None else torch.arange(target.vocab_size)
     rows = target.head_rows(ids.tolist())
+    if isinstance(head, ParallelHead):
+        return head, ParallelObjective(head, rows)
     with torch.no_grad():
         if head.lm_head is not None:
             head.lm_head.weight.copy_(rows)
@@ -43,9 +47,26 @@ def new_head(recipe: Recipe, target: Backend, counts: Tensor) -> tuple[Recurrent
             head.norm.weight.copy_(target.final_norm()[0])
         if isinstance(head, Eagle3Head):
             _begin_as_last_layer(head, target)
-    embedding = target.embed(every.tolist())
+    embedding = target.embed(range(target.vocab_size))
     regression = 1.0 if recipe.kind == "eagle" else 0.0
     return head, RecurrentObjective(head, embedding, rows, steps=recipe.ahead, regression=regression)
+
+
+def _made(recipe: Recipe, target: Backend, counts: Tensor) -> Head:
+    """With weights at random."""
+    shape, layers = block_shape(target), target.layers
+    if recipe.kind == "eagle":
+        return EagleHead(shape, layers)
+    if recipe.kind == "mtp" and recipe.form == "sequential":  # in the only form that the speculators library reads
+        return SequentialMTPHead(replace(shape, qk_norm=True), layers, norm_output=True)
+    few = recipe.draft_vocab < target.vocab_size
+    ids = choose_draft_ids(counts, recipe.draft_vocab)
+    if recipe.kind == "eagle3":
+        return Eagle3Head(shape, feature_layers(recipe, layers), ids)
+    some = ids if few else None
+    if recipe.kind == "medusa":
+        return MedusaHead(target.hidden_size, layers, recipe.ahead, draft_ids=some)
+    return MTPHead(target.hidden_size, layers, recipe.ahead, form=recipe.form, draft_ids=some)
 
 
 _FAINT = 0.05  # of what the target has no counterpart for, beside what it has

@@ -286,7 +286,7 @@ def _tensorboard(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
 
 def mean(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -187,7 +187,8 @@ def target_law(batch: Window, rows: Tensor) -> Tensor:
     They sum to what these tokens have.
     """
     p = torch.nn.functional.linear(batch.states, rows.to(batch.states.dtype))
-    for part, totals in zip(p.flatten(0, 1).split(_ROWS), batch.log_total.flatten().split(_ROWS), strict=True):
+    rows_of_p, all_totals = p.flatten(0, 1), batch.log_total.flatten()
+    for part, totals in zip(torch.split(rows_of_p, _ROWS), torch.split(all_totals, _ROWS), strict=True):
         part.copy_(torch.exp(wide(part) - totals[:, None]))
     return p
 
@@ -212,7 +213,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return loss, totals
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * slope.to(gradient.dtype), None, None
 

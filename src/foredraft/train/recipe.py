@@ -25,7 +25,7 @@ class Recipe:
         batch_tokens: About so many in a batch.
         window: Longest piece of a dialogue.
         ahead: Tokens ahead that it is trained for: steps of training-time test, or heads.
-        draft_vocab: Tokens that an EAGLE-3 head can draft.
+        draft_vocab: Tokens that an EAGLE-3 head, Medusa or parallel MTP heads can draft.
         form: Of MTP heads, one of `FORMS`.
         layers: Of the target, which a draft model begins with; 0 takes a third.
         loss: Of a draft model, one of `LOSSES`.

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foredraft.backends.base import Backend
 from foredraft.errors import InvalidInputError, UnsupportedError
-from foredraft.heads.checkpoints import TargetConfig
-from foredraft.heads.files import save_head
+from foredraft.loading import stop_tokens
 from foredraft.models import Notify
 from foredraft.pages import make_folder
-from foredraft.proposers.eagle import RecurrentDrafter
+from foredraft.train.apprentices import new_apprentice
 from foredraft.train.dialogues import Dialogue
 from foredraft.train.features import FeatureFiles, batches, padded, write_features
-from foredraft.train.fresh import feature_layers, new_head, precision_of
+from foredraft.train.fresh import feature_layers, precision_of
 from foredraft.train.loop import Progress, Training
 from foredraft.train.recipe import Recipe
 from foredraft.train.validation import SETTINGS, accepted_length
-from foredraft.train.vocabulary import coverage
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HELD_OUT = 24
 """Prompts of the text's own that are kept for validation if there are no others; never more than a tenth of all."""
@@ -65,13 +63,13 @@ def train_drafter(
     *,
     model: str,
     reference: str,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    stop_tokens: Collection[int] = (),
+    tokenizer: PreTrainedTokenizerBase,
+    start: PreTrainedModel | None = None,
     notify: Notify = lambda _: None,
     progress: Callable[[Progress], None] = lambda _: None,
     count: Callable[[int, int], None] = lambda done, total: None,
 ) -> Trained:
-    """Train a head for a target, in a folder that a run which was killed goes on in.
+    """Train a drafter for a target, in a folder that a run which was killed goes on in.
 
     Args:
         target: For whom it drafts; also computes the features.
@@ -80,53 +78,49 @@ def train_drafter(
         out: For features, checkpoint, log, and the drafter in the end (`out/drafter`).
         model: What names the target (`train.generation.target_key`).
         reference: By which other programs load it: the drafter's files say so.
-        tokenizer: The target's, which a draft model is saved with.
-        stop_tokens: Ids that end an answer.
+        tokenizer: The target's.
+        start: What a draft model begins as; `None` takes some layers of the target.
         notify: Told what is done.
         progress: Told after every step.
         count: Told how many dialogues have been read by the target, and of how many.
 
     Raises:
-        UnsupportedError: The target's backend does not hand out features.
+        UnsupportedError: The target's backend cannot do what is needed.
         InvalidInputError: There is too little text, or the folder holds something else.
     """
     if not target.capabilities.features:
         raise UnsupportedError(
-            f"Heads learn from what the target's layers compute, which backend '{target.name}' does not hand out for "
-            "this model. Train a draft model instead: foredraft train draft."
+            f"Drafters learn from what the target's layers compute, which backend '{target.name}' does not hand out "
+            "for this model."
         )
     make_folder(out)
-    precision = precision_of(recipe, target)
-    layers = feature_layers(recipe, target.layers)
     notify("Reading the text with the target")
+    layers = feature_layers(recipe, target.layers)
     dialogues = [(dialogue.ids, dialogue.n_prompt) for dialogue in text.dialogues]
     stored = FeatureFiles(write_features(target, dialogues, layers, out / "features", model, count), recipe.window)
     order = list(batches(stored.places, recipe.batch_tokens, recipe.seed, recipe.passes))
     if len(order) < recipe.schedule.accumulate:
         raise InvalidInputError(f"{stored.tokens} tokens of text are too few to train on: give more.")
-    counts = stored.counts(target.vocab_size)
-    head, objective = new_head(recipe, target, counts)
-    if head.draft_ids is not None:
-        share = coverage(counts, head.draft_ids)
-        notify(f"{len(head.draft_ids)} tokens can be drafted, which are {share:.1%} of the text")
-    drafter = RecurrentDrafter(head, target)
+    apprentice = new_apprentice(recipe, target, tokenizer, stored.counts(target.vocab_size), reference, start, notify)
     device = target.embed([0]).device
+    stops = stop_tokens(target, tokenizer)
 
     def validate(step: int) -> Mapping[str, float]:
         notify(f"Measuring accepted lengths on {len(text.held_out)} prompts")
         return {
-            setting.name: accepted_length(target, drafter, text.held_out, setting, stop_tokens=stop_tokens)
+            setting.name: accepted_length(target, apprentice.drafter, text.held_out, setting, stop_tokens=stops)
             for setting in SETTINGS
+            if apprentice.drafter.trees or setting.rule is not None
         }
 
     training = Training(
-        objective,
+        apprentice.objective,
         order,
         lambda places: padded([stored.read(place) for place in places]).to(device),
         recipe.schedule,
         out,
         {"recipe": recipe.about, "model": model, "text": _digest(dialogues), "layers": list(layers)},
-        precision=precision,
+        precision=precision_of(recipe, target),
         validate=validate if text.held_out else None,
         watch=progress,
     )
@@ -137,8 +131,8 @@ def train_drafter(
         "tokens seen": str(training.tokens),
         "accepted length": json.dumps(training.figures),
     }
-    save_head(head, out / "drafter", target_config=TargetConfig.of(target, reference), about=about)
-    parameters = sum(weight.numel() for weight in head.parameters())
+    apprentice.save(out / "drafter", about)
+    parameters = sum(weight.numel() for weight in apprentice.objective.head.parameters())
     return Trained(out / "drafter", training.figures, parameters, training.tokens)
 
 
