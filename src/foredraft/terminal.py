@@ -73,7 +73,7 @@ def _lines(console: Console, every: int) -> Count:
 
     def count(done: int, total: int, doing: str, line: str) -> None:
         nonlocal told
-        if done - told >= every or done == total:
+        if done - told >= every or done == total or done < told:  # the last: something else is counted now
             told = done
             console.print(line)
 
