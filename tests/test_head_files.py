@@ -21,9 +21,9 @@ from foredraft.errors import ForedraftError, InvalidInputError, ModelError, Unsu
 from foredraft.heads import files
 from foredraft.heads.block import BlockShape, rotary
 from foredraft.heads.checkpoints import TargetConfig
-from foredraft.heads.files import Head, load_head, save_head
+from foredraft.heads.files import Head, about_head, load_head, save_head
 from foredraft.heads.model_layer import ModelLayerHead, own_head, run_of
-from foredraft.heads.parallel import MedusaHead, ParallelHead
+from foredraft.heads.parallel import MedusaHead, MTPHead, ParallelHead
 from foredraft.heads.recurrent import Eagle3Head, Eagle3Norms, EagleHead, RecurrentHead, SequentialMTPHead
 from foredraft.loading import Loader, parse_drafter
 from foredraft.models import BUNDLED, ModelFiles
@@ -100,8 +100,52 @@ def logits_of(head: Head, target: Backend) -> Tensor:
 def test_a_head_comes_back_as_it_was(name: str, tmp_path: Path, target: Backend) -> None:
     head = saved(name, tmp_path / "head", target, about={"recipe": "none"}, embedding=target.embed(range(VOCABULARY)))
     back = load_head(tmp_path / "head", target)
-    assert isinstance(back, RecurrentHead) and type(back) is type(head)
-    assert back.feature_layers == head.feature_layers and back.shape == head.shape
+    assert type(back) is type(head) and back.feature_layers == head.feature_layers and back.shape == head.shape
+    assert torch.equal(logits_of(back, target), logits_of(head, target))
+    assert about_head(tmp_path / "head")["recipe"] == "none"
+    assert not any(weight.requires_grad for weight in back.parameters())
+
+
+def test_weights_are_kept_in_16_bits_unless_asked_otherwise(tmp_path: Path, target: Backend) -> None:
+    head = made("eagle3")
+    save_head(head, tmp_path / "head", target_config=TargetConfig.of(target, "org/name"))
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    assert stored["fc.weight"].dtype is torch.bfloat16 and stored["t2d"].dtype is torch.bool
+    assert (logits_of(load_head(tmp_path / "head", target), target) - logits_of(head, target)).abs().nanmean() < 0.1
+
+
+def test_offsets_and_mask_name_the_targets_ids(tmp_path: Path, target: Backend) -> None:
+    saved("eagle3", tmp_path / "head", target)
+    stored = load_file(tmp_path / "head" / "model.safetensors")
+    assert torch.equal(torch.arange(len(SOME)) + stored["d2t"], SOME)
+    assert torch.equal(stored["t2d"].nonzero()[:, 0], SOME)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3" and config["draft_vocab_size"] == len(SOME)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "org/name"
+
+
+PARALLEL: dict[str, Callable[[], ParallelHead]] = {
+    "medusa": lambda: MedusaHead(SHAPE.hidden, LAYERS, 3, blocks=2),
+    "medusa, few tokens": lambda: MedusaHead(SHAPE.hidden, LAYERS, 2, own_matrices=len(SOME), draft_ids=SOME),
+    "medusa, matrices of its own": lambda: MedusaHead(SHAPE.hidden, LAYERS, 2, own_matrices=VOCABULARY),
+    "mtp, independent": lambda: MTPHead(SHAPE.hidden, LAYERS, 3, form="independent", mlp=24),
+    "mtp, cascaded": lambda: MTPHead(SHAPE.hidden, LAYERS, 2, form="cascaded", draft_ids=SOME),
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_parallel_heads_come_back_as_they_were_written(name: str, tmp_path: Path, target: Backend) -> None:
+    torch.manual_seed(5)
+    head = PARALLEL[name]()
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.copy_(torch.randn(weight.shape).bfloat16())
+    save_head(head, tmp_path / "head", target_config=TargetConfig.of(target, "org/name"))
+    back = load_head(tmp_path / "head", target)
+    assert isinstance(back, ParallelHead) and type(back) is type(head)
+    ids, others = back.draft_ids, head.draft_ids
+    assert ids is others if ids is None or others is None else torch.equal(ids, others)
     states = torch.randn(3, 1, SHAPE.hidden)
     assert torch.equal(back.states(states), head.states(states))
     for own, other in zip(back.parameters(), head.parameters(), strict=True):
