@@ -5,7 +5,7 @@
 
 For each trained drafter: a chain of --chain tokens, a tree of --nodes nodes (if it drafts trees), and its tree merged
 with suffix and recycling. Questions are asked of all methods in turn, each in another order. Times are with prompts.
-`c` is what a forward of the drafter takes, in plain steps of the target. At temperature 1 chains are drawn, and verified
+`c` is what a forward of the drafter takes, in plain steps of the target. At temperature 1 chains are drawn, verified
 by rule `token`; trees are verified seed-exactly. `M weights` are those of the drafter itself.
 
 Prints a table for each temperature, then one JSON line.

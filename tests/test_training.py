@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import InvalidInputError, ModelError
 from foredraft.train.dialogues import Dialogue
 from foredraft.train.features import FeatureFiles, batches, features_of, padded, write_features
-from foredraft.train.fresh import feature_layers, new_head
+from foredraft.train.fresh import feature_layers, new_head, precision_of
 from foredraft.train.loop import Progress, Schedule, Training
 from foredraft.train.objectives import soft_cross_entropy
 from foredraft.train.recipe import Recipe
@@ -111,6 +112,8 @@ def test_another_recipe_does_not_go_on_in_the_folder(target: TransformersBackend
     other = Recipe(kind="eagle3", passes=1, batch_tokens=128, window=32, draft_vocab=40, seed=1)
     with pytest.raises(InvalidInputError, match=r"holds training of another kind: seed was 0, now it is 1"):
         train(target, tmp_path, [], other)
+    often = replace(recipe, schedule=replace(recipe.schedule, validate_every=1, save_every=1.0))
+    train(target, tmp_path, [], often)  # how often one looks makes no difference
     (tmp_path / "checkpoint.pt").write_bytes(b"torn")
     with pytest.raises(ModelError, match=r"Cannot read .*checkpoint.pt .* Remove it to train anew"):
         train(target, tmp_path, [], recipe)
@@ -231,3 +234,27 @@ def test_the_learning_rate_rises_and_falls() -> None:
 def test_bad_recipes_are_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         Recipe(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu_is_mixed_precision_and_learns(tmp_path: Path) -> None:
+    target = TransformersBackend(tiny_llama(1, layers=4).to("cuda"))
+    recipe = Recipe(
+        kind="eagle3", passes=8, batch_tokens=256, window=64, draft_vocab=64, schedule=Schedule(learning_rate=3e-3)
+    )
+    text = [(d.ids, d.n_prompt) for d in dialogues(70)]
+    stored = FeatureFiles(write_features(target, text, (1, 2, 3), tmp_path / "features", "tiny"), recipe.window)
+    head, objective = new_head(recipe, target, stored.counts(VOCABULARY))
+    order = list(batches(stored.places, recipe.batch_tokens, recipe.seed, recipe.passes))
+    Training(
+        objective,
+        order,
+        lambda places: padded([stored.read(place) for place in places]).to(torch.device("cuda")),
+        recipe.schedule,
+        tmp_path,
+        recipe.about,
+        precision=precision_of(recipe, target),
+    ).run()
+    assert precision_of(recipe, target) is torch.bfloat16 and next(head.parameters()).dtype is torch.float32
+    losses = [float(row[2]) for row in log_of(tmp_path) if row[1] == "loss_0"]
+    assert losses[-1] < 0.9 * losses[0]

@@ -21,6 +21,9 @@ from foredraft.errors import InvalidInputError, ModelError
 logger = logging.getLogger(__name__)
 
 
+_WHEN = ("save_every", "validate_every")  # settings of a schedule on which the weights do not depend
+
+
 class Objective(Protocol):
     """What is trained and for what."""
 
@@ -69,6 +72,11 @@ class Schedule:
         require("accumulate", self.accumulate, good, "an integer >= 1")
         good = is_integer(self.validate_every) and self.validate_every >= 0
         require("validate_every", self.validate_every, good, "an integer >= 0")
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the weights depend on, as plain JSON values."""
+        return {name: value for name, value in asdict(self).items() if name not in _WHEN}
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -126,7 +134,7 @@ class Training:
     ) -> None:
         self._objective, self._schedule = objective, schedule
         self._batches, self._load = batches, load
-        self._folder, self._key = folder, {**key, "schedule": asdict(schedule), "batches": len(batches)}
+        self._folder, self._key = folder, {**key, "schedule": schedule.about, "batches": len(batches)}
         self._precision = precision
         self._validate, self._watch = validate, watch
         self._parameters = [p for p in objective.head.parameters() if p.requires_grad]

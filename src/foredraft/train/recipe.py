@@ -67,4 +67,4 @@ class Recipe:
     @property
     def about(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return asdict(self)
+        return {**asdict(self), "schedule": self.schedule.about}
