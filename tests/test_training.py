@@ -237,6 +237,7 @@ def test_bad_recipes_are_refused(given: dict[str, object], message: str) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_training_on_a_gpu_is_mixed_precision_and_learns(tmp_path: Path) -> None:
     target = TransformersBackend(tiny_llama(1, layers=4).to("cuda"))
     recipe = Recipe(
