@@ -109,11 +109,11 @@ def train_drafter(
     if head.draft_ids is not None:
         share = coverage(counts, head.draft_ids)
         notify(f"{len(head.draft_ids)} tokens can be drafted, which are {share:.1%} of the text")
-    drafter = RecurrentDrafter(head, target)
     device = target.embed([0]).device
 
     def validate(step: int) -> Mapping[str, float]:
         notify(f"Measuring accepted lengths on {len(text.held_out)} prompts")
+        drafter = RecurrentDrafter(head, target)  # anew, for it may draft with a copy of the weights
         return {
             setting.name: accepted_length(target, drafter, text.held_out, setting, stop_tokens=stop_tokens)
             for setting in SETTINGS
