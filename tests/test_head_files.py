@@ -22,13 +22,13 @@ from foredraft.heads import files
 from foredraft.heads.block import BlockShape, rotary
 from foredraft.heads.checkpoints import TargetConfig
 from foredraft.heads.files import Head, about_head, load_head, save_head
-from foredraft.heads.model_layer import ModelLayerHead, own_head, run_of
+from foredraft.heads.model_layer import ModelLayerHead, own_head
 from foredraft.heads.parallel import MedusaHead, MTPHead, ParallelHead
 from foredraft.heads.recurrent import Eagle3Head, Eagle3Norms, EagleHead, RecurrentHead, SequentialMTPHead
+from foredraft.heads.runs import runs_of
 from foredraft.loading import Loader, parse_drafter
 from foredraft.models import BUNDLED, ModelFiles
 from foredraft.proposers.auto import Auto
-from foredraft.proposers.eagle import RecurrentDrafter
 from foredraft.proposers.hybrid import Hybrid
 from foredraft.types import SamplingParams
 from tiny import BACKENDS, CountingBackend, generate, seeded, tiny_llama
@@ -84,13 +84,9 @@ def logits_of(head: Head, target: Backend) -> Tensor:
     target.prefill(cache, ids)
     rows = kept.take()[1]
     assert rows is not None
-    run, drafter = run_of(head), RecurrentDrafter(head, target)
-    states = [run.commit(rows[:2], target.embed(ids[1:3]))]
-    states[0] = run.commit(rows[2:-1], target.embed(ids[3:]))
-    for step in (1, 2):
-        above = torch.ones(1, step - 1, dtype=torch.bool)
-        states.append(run.expand(states[-1], target.embed([step]), step, above))
-    found = drafter.logits(torch.cat(states))
+    run = runs_of(head, target)()
+    run.commit(rows[:2], ids[1:3])
+    found = torch.cat([run.commit(rows[2:-1], ids[3:]), run.expand([-1], [1]), run.expand([0], [2])])
     if head.draft_ids is None:
         return found
     return torch.full((3, target.vocab_size), -torch.inf).index_copy_(1, head.draft_ids, found)

@@ -110,15 +110,14 @@ def test_drafting_goes_where_training_looked(name: str) -> None:
     from foredraft.heads.running import HeadCache
 
     for place in (4, 11):
-        run = HeadCache(head)
+        run = HeadCache(head, target)
         for first in range(0, place + 1, 3):  # committed in pieces
             rows = features[first : min(first + 3, place + 1)]
-            state = run.commit(rows, target.embed(ids[first + 1 : first + 1 + len(rows)]))
-        assert (state[0] - states[0][0, place]).abs().max() < 1e-5
+            run.commit(rows, ids[first + 1 : first + 1 + len(rows)])
+        assert (run.states[0] - states[0][0, place]).abs().max() < 1e-5
         for step in (1, 2):
-            above = torch.ones(1, step - 1, dtype=torch.bool)
-            state = run.expand(state, target.embed([ids[place + 1 + step]]), step, above)
-            assert (state[0] - states[step][0, place]).abs().max() < 1e-5
+            run.expand([step - 2], [ids[place + 1 + step]])
+            assert (run.states[step] - states[step][0, place]).abs().max() < 1e-5
 
 
 def reference_tree(
@@ -135,11 +134,11 @@ def reference_tree(
     head, target = drafter.head, drafter.target
 
     def chances(path: tuple[int, ...]) -> list[tuple[int, float]]:
-        run = HeadCache(head)
-        state = run.commit(features, target.embed(tokens[1:]))
-        for step, token in enumerate(path, start=1):
-            state = run.expand(state, target.embed([token]), step, torch.ones(1, step - 1, dtype=torch.bool))
-        log_q = torch.log_softmax(drafter.logits(state)[0] / (1.0 if law.greedy else law.temperature), dim=-1)
+        run = HeadCache(head, target)
+        logits = run.commit(features, tokens[1:])
+        for step, token in enumerate(path):
+            logits = run.expand([step - 1], [token])
+        log_q = torch.log_softmax(logits[0] / (1.0 if law.greedy else law.temperature), dim=-1)
         ids = head.draft_ids if head.draft_ids is not None else torch.arange(VOCABULARY)
         if seed is not None:
             log_q = log_q + KeyedSource(seed, len(tokens) + len(path)).noise(ids)

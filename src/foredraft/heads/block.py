@@ -123,14 +123,18 @@ class Block(nn.Module):
         return out
 
 
+def frequencies(shape: BlockShape) -> Tensor:
+    """`[head_dim / 2]` angles by which pairs turn from one position to the next."""
+    if shape.frequencies:
+        return torch.tensor(shape.frequencies)
+    pairs = torch.arange(0, shape.head_dim, 2, dtype=torch.float32)
+    found: Tensor = shape.rope_theta ** (-pairs / shape.head_dim)
+    return found
+
+
 def rotary(positions: Tensor, shape: BlockShape) -> tuple[Tensor, Tensor]:
     """Cosines and sines `[…, head_dim / 2]` of the angles by which pairs are turned."""
-    if shape.frequencies:
-        frequencies = torch.tensor(shape.frequencies, device=positions.device)
-    else:
-        pairs = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=positions.device)
-        frequencies = shape.rope_theta ** (-pairs / shape.head_dim)
-    angles = positions[..., None].float() * frequencies
+    angles = positions[..., None].float() * frequencies(shape).to(positions.device)
     return angles.cos(), angles.sin()
 
 

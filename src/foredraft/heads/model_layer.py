@@ -25,7 +25,7 @@ from foredraft.errors import ModelError, UnsupportedError
 from foredraft.heads.checkpoints import CONFIG, Checkpoint, block_shape, filled, require_shared
 from foredraft.heads.layouts import renamed
 from foredraft.heads.recurrent import Joined, RecurrentHead, SequentialMTPHead
-from foredraft.heads.running import HeadCache
+from foredraft.heads.running import TorchRun
 
 _LLAMA_NORMS = ("llama", "mistral", "qwen3")
 """Model types whose norms and layers are as in `heads.block`."""
@@ -87,24 +87,22 @@ class ModelLayerHead(RecurrentHead):
         return state if self.norm_output else self.norm(state)
 
 
-class ModelLayerCache(HeadCache):
+class ModelLayerCache(TorchRun):
     """One sequence's run of such a head, in a cache of transformers."""
 
-    def __init__(self, head: ModelLayerHead) -> None:
-        self._head: RecurrentHead = head
+    def __init__(self, head: ModelLayerHead, target: Backend) -> None:
+        super().__init__(head, target, head.eh_proj.weight)
         self._layer_head = head
-        self._like = head.eh_proj.weight
         self._kv = DynamicCache()
-        self.committed = self._rows = 0
         takes = inspect.signature(type(head.layer).forward).parameters
         self._keyword = "cache" if "cache" in takes else "past_key_values"
 
-    def _step(self, state: Tensor, embeddings: Tensor, positions: Tensor, seen: Tensor | None) -> Tensor:
+    def _step(self, state: Tensor, tokens: Sequence[int], positions: Tensor, seen: Tensor | None) -> Tensor:
         head = self._layer_head
         forgotten = self._kv.get_seq_length() - self._rows
         if forgotten:
             self._kv.crop(-forgotten)
-        x = head.join(state, embeddings[None].to(state)).residual
+        x = head.join(state, self._target.embed(tokens)[None].to(state)).residual
         mask = None
         if seen is not None:
             mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)
@@ -121,11 +119,6 @@ class ModelLayerCache(HeadCache):
         self._rows += x.shape[1]
         out: Tensor = found[0] if isinstance(found, tuple) else found
         return (head.norm(out) if head.norm_output else out)[0]
-
-
-def run_of(head: RecurrentHead) -> HeadCache:
-    """An empty cache for one sequence's run of a head."""
-    return ModelLayerCache(head) if isinstance(head, ModelLayerHead) else HeadCache(head)
 
 
 def own_head(folder: Path, target: Backend) -> RecurrentHead:

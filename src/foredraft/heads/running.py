@@ -2,68 +2,131 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from foredraft.backends.base import Backend
 from foredraft.heads.recurrent import RecurrentHead
 
 _FIRST_ROWS = 256
 
 
-class HeadCache:
-    """Keys and values `[1, kv_heads, capacity, d]` of a head's block: committed rows, then those of drafted nodes."""
+class HeadRun(ABC):
+    """What drafting asks of a head. Drafted nodes are numbered as they are expanded, from 0 on after each commit."""
 
-    def __init__(self, head: RecurrentHead) -> None:
-        self._head = head
-        weight = self._like = head.block.self_attn.k_proj.weight
-        shape = (1, head.shape.kv_heads, 0, head.shape.head_dim)
-        self._keys = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-        self._values = torch.empty_like(self._keys)
-        self.committed = 0
-        self._rows = 0
+    committed: int = 0
+    """Tokens whose features were read."""
 
-    @torch.inference_mode()
-    def commit(self, features: Tensor, embeddings: Tensor) -> Tensor:
-        """Read the target's features `[n, layers, H]` and embeddings `[n, H]` of the tokens after them.
+    def __init__(self) -> None:
+        self._paths: list[list[int]] = []
 
-        All drafted nodes are forgotten.
+    @property
+    @abstractmethod
+    def states(self) -> Tensor:
+        """`[1 + expanded, H]`: after the last committed token, then after each node."""
+
+    @abstractmethod
+    def commit(self, features: Tensor, tokens: Sequence[int]) -> Tensor:
+        """Read the target's features `[n, layers, H]` and the tokens after them. All drafted nodes are forgotten.
 
         Returns:
-            The head's state `[1, H]` after the last of them.
+            Logits `[1, V_draft]` of the token after the last of them.
         """
+
+    @abstractmethod
+    def expand(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Draft one level further.
+
+        Args:
+            parents: Of the nodes: nodes expanded before, all equally deep, or -1 for the last committed token.
+            tokens: Of the nodes.
+
+        Returns:
+            Logits `[n, V_draft]` of the tokens below the nodes.
+        """
+
+    def _paths_to(self, parents: Sequence[int]) -> list[list[int]]:
+        """`[n, depth]`: the nodes down to each new one, itself last."""
+        first = len(self._paths)
+        fresh = [[*(self._paths[p] if p >= 0 else ()), first + i] for i, p in enumerate(parents)]
+        self._paths += fresh
+        return fresh
+
+
+class TorchRun(HeadRun):
+    """A run by torch.
+
+    Args:
+        head: For this target.
+        target: Whose embedding is read, and whose output matrix if the head has none.
+        like: A weight of its layer, for type and device.
+    """
+
+    def __init__(self, head: RecurrentHead, target: Backend, like: Tensor) -> None:
+        super().__init__()
+        self._head, self._target, self._like = head, target, like
+        self._states = torch.empty(0, 0)
+        self._rows = 0
+
+    @property
+    def states(self) -> Tensor:
+        """See `HeadRun`."""
+        return self._states
+
+    @torch.inference_mode()
+    def commit(self, features: Tensor, tokens: Sequence[int]) -> Tensor:
+        """See `HeadRun`."""
         count = len(features)
-        self._rows = self.committed
+        self._rows, self._paths = self.committed, []
         weight = self._like
         state = self._head.fuse(features[None].to(weight))
         seen = torch.ones(count, self.committed + count, dtype=torch.bool, device=weight.device).tril(self.committed)
         positions = torch.arange(count, device=weight.device) + self.committed
-        out = self._step(state, embeddings, positions, seen if count > 1 else None)
+        self._states = self._step(state, tokens, positions, seen if count > 1 else None)[-1:]
         self.committed = self._rows
-        return out[-1:]
+        return self._logits(self._states)
 
     @torch.inference_mode()
-    def expand(self, states: Tensor, embeddings: Tensor, depth: int, above: Tensor) -> Tensor:
-        """Draft one level further.
+    def expand(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """See `HeadRun`."""
+        paths = torch.tensor(self._paths_to(parents))  # [n, depth]
+        above = self._states[[parent + 1 for parent in parents]]
+        seen = torch.zeros(len(tokens), self._rows + len(tokens), dtype=torch.bool)
+        seen[:, : self.committed] = True
+        seen.scatter_(1, self.committed + paths, True)
+        positions = torch.full((len(tokens),), self.committed + paths.shape[1] - 1, device=above.device)
+        states = self._step(above[None], tokens, positions, seen.to(above.device))
+        self._states = torch.cat([self._states, states])
+        return self._logits(states)
 
-        Args:
-            states: The head's own states `[n, H]` above the nodes.
-            embeddings: `[n, H]` of the nodes' tokens.
-            depth: Of the nodes, from 1 on.
-            above: `[n, drafted]` bool: which of the nodes that were expanded before are above each of these.
+    def _logits(self, states: Tensor) -> Tensor:
+        read = self._head.readout(states[None])[0]
+        if self._head.lm_head is None:
+            return self._target.head(read.float())
+        own: Tensor = self._head.lm_head(read)
+        return own.float()
 
-        Returns:
-            The states `[n, H]` after the nodes, whose law is of the tokens below them.
-        """
-        count, device = len(states), states.device
-        own = torch.eye(count, dtype=torch.bool, device=device)
-        certain = torch.ones(count, self.committed, dtype=torch.bool, device=device)
-        positions = torch.full((count,), self.committed + depth - 1, device=device)
-        return self._step(states[None], embeddings, positions, torch.cat([certain, above.to(device), own], dim=1))
+    @abstractmethod
+    def _step(self, state: Tensor, tokens: Sequence[int], positions: Tensor, seen: Tensor | None) -> Tensor:
+        """States `[n, H]` after the tokens, of those above them `[1, n, H]`; `seen` is `[n, rows]`, `None` for all."""
 
-    def _step(self, state: Tensor, embeddings: Tensor, positions: Tensor, seen: Tensor | None) -> Tensor:
+
+class HeadCache(TorchRun):
+    """With keys and values `[1, kv_heads, capacity, d]`: committed rows, then those of drafted nodes."""
+
+    def __init__(self, head: RecurrentHead, target: Backend) -> None:
+        super().__init__(head, target, head.block.self_attn.k_proj.weight)
+        shape = (1, head.shape.kv_heads, 0, head.shape.head_dim)
+        self._keys = torch.empty(shape, dtype=self._like.dtype, device=self._like.device)
+        self._values = torch.empty_like(self._keys)
+
+    def _step(self, state: Tensor, tokens: Sequence[int], positions: Tensor, seen: Tensor | None) -> Tensor:
         head, count = self._head, state.shape[1]
-        joined = head.join(state, embeddings[None].to(state))
+        joined = head.join(state, self._target.embed(tokens)[None].to(state))
         q, k, v = head.block.self_attn.project(joined.inputs, positions)
         self._reserve(self._rows + count)
         self._keys[:, :, self._rows : self._rows + count] = k

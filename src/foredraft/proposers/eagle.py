@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foredraft.backends.base import Backend, Features, KVCache
-from foredraft.heads.model_layer import run_of
 from foredraft.heads.recurrent import RecurrentHead
+from foredraft.heads.runs import runs_of
 from foredraft.proposers.base import Proposer
 from foredraft.proposers.heads import HeadDrafter, law_over, likeliest_tokens, require_features
 from foredraft.randomness import RandomSource
@@ -31,30 +31,24 @@ class RecurrentDrafter(HeadDrafter):
     with the very noise that the target will draw with.
 
     Args:
-        head: A head for this target.
+        head: A head for this target. The native engine runs a copy of it as it is now.
         target: What it drafts for.
+        form: What the native engine holds its matrices in: `bf16`, `f32` or another format of `weights.FORMATS`.
 
     Raises:
         UnsupportedError: The target's backend does not hand out what its layers compute.
     """
 
-    def __init__(self, head: RecurrentHead, target: Backend) -> None:
+    def __init__(self, head: RecurrentHead, target: Backend, form: str = "bf16") -> None:
         require_features(target, head.kind)
         self.name = self.usage = head.kind
         self.head = head.eval()
         self.target = target
+        self.new_run = runs_of(head, target, form)
 
     def proposer(self, law: Law, source: RandomSource) -> Proposer:
         """A proposer with an empty cache."""
         return TreeProposer(self, law, source) if self.trees else ChainProposer(self, law, source)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Of the head's states `[n, H]`: `[n, V_draft]`."""
-        read = self.head.readout(states[None])[0]
-        if self.head.lm_head is None:
-            return self.target.head(read.float())
-        own: Tensor = self.head.lm_head(read)
-        return own.float()
 
 
 class _RecurrentProposer(Proposer):
@@ -62,7 +56,7 @@ class _RecurrentProposer(Proposer):
 
     def __init__(self, drafter: RecurrentDrafter, law: Law, source: RandomSource) -> None:
         self._drafter, self._law, self._source = drafter, law, source
-        self._run = run_of(drafter.head)
+        self._run = drafter.new_run()
         self._features: Features | None = None
 
     def attach(self, cache: KVCache) -> None:
@@ -70,14 +64,13 @@ class _RecurrentProposer(Proposer):
         self._features = cache.keep_features(self._drafter.head.feature_layers)
 
     def _catch_up(self, tokens: Sequence[int]) -> Tensor | None:
-        """Read what was committed since the last draft; the head's state `[1, H]` after the last token, if any."""
+        """Read what was committed since the last draft; logits `[1, V_draft]` after the last token, if any."""
         assert self._features is not None
         start, rows = self._features.take()
         if rows is None:
             return None
-        after = tokens[start + 1 : start + 1 + len(rows)]
         self.forwards += 1
-        return self._run.commit(rows, self._drafter.target.embed(after))
+        return self._run.commit(rows, tokens[start + 1 : start + 1 + len(rows)])
 
 
 class Candidate(NamedTuple):
@@ -95,31 +88,21 @@ class TreeProposer(_RecurrentProposer):
     @torch.inference_mode()
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The likeliest nodes of a tree that grows while it can get better."""
-        state = self._catch_up(tokens) if budget else None
-        if state is None:
+        logits = self._catch_up(tokens) if budget else None
+        if logits is None:
             return Draft()
-        found = self._children(state, [-1], [1.0], 1, len(tokens))
+        found = self._children(logits, [-1], [1.0], 1, len(tokens))
         fresh = list(range(len(found)))
-        rows: dict[int, tuple[Tensor, list[int]]] = {
-            -1: (state, [])
-        }  # expanded: state after it, expanded nodes above it
-        place: dict[int, int] = {}
+        place = {-1: -1}  # of those that are expanded, in the order in which they are
         for depth in range(1, DEEPEST):
             chosen = self._worth_expanding(found, fresh, budget)
             if not chosen:
                 break
-            states = torch.cat([rows[found[i].parent][0] for i in chosen])
-            above = torch.zeros(len(chosen), len(place), dtype=torch.bool)
-            for row, i in enumerate(chosen):
-                above[row, [place[j] for j in rows[found[i].parent][1]]] = True
-            embeddings = self._drafter.target.embed([found[i].token for i in chosen])
-            out = self._run.expand(states, embeddings, depth, above)
+            logits = self._run.expand([place[found[i].parent] for i in chosen], [found[i].token for i in chosen])
             self.forwards += 1
-            for row, i in enumerate(chosen):
-                place[i] = len(place)
-                rows[i] = (out[row : row + 1], [*rows[found[i].parent][1], i])
+            place |= {i: row for row, i in enumerate(chosen, start=len(place) - 1)}
             first = len(found)
-            found += self._children(out, chosen, [found[i].score for i in chosen], depth + 1, len(tokens) + depth)
+            found += self._children(logits, chosen, [found[i].score for i in chosen], depth + 1, len(tokens) + depth)
             fresh = list(range(first, len(found)))
         return _likeliest(found, budget)
 
@@ -132,11 +115,11 @@ class TreeProposer(_RecurrentProposer):
         return sorted(chosen)
 
     def _children(
-        self, states: Tensor, parents: Sequence[int], scores: Sequence[float], depth: int, position: int
+        self, logits: Tensor, parents: Sequence[int], scores: Sequence[float], depth: int, position: int
     ) -> list[Candidate]:
-        """The likeliest tokens after each of these states, at `position` in the text."""
+        """The likeliest tokens below each of these nodes, at `position` in the text."""
         named, chances = likeliest_tokens(
-            self._drafter.logits(states), self._law, self._source.at(position), self._drafter.head.draft_ids, WIDTH
+            logits, self._law, self._source.at(position), self._drafter.head.draft_ids, WIDTH
         )
         return [
             Candidate(token, parent, depth, score * chance)
@@ -163,11 +146,10 @@ class ChainProposer(_RecurrentProposer):
     @torch.inference_mode()
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A chain with the law that each token was drawn from (greedy requests: a point mass)."""
-        state = self._catch_up(tokens) if budget else None
+        logits = self._catch_up(tokens) if budget else None
         history, drafted = list(tokens), list[int]()
         rows: list[Tensor] = []
-        while state is not None and len(drafted) < budget:
-            logits = self._drafter.logits(state)
+        while logits is not None and len(drafted) < budget:
             q = law_over(logits, self._law, history, self._drafter.head.draft_ids, self._drafter.target.vocab_size)
             if q is None:
                 break
@@ -176,7 +158,6 @@ class ChainProposer(_RecurrentProposer):
             rows.append(q)
             history.append(x)
             if len(drafted) < budget:
-                above = torch.ones(1, len(drafted) - 1, dtype=torch.bool)
-                state = self._run.expand(state, self._drafter.target.embed([x]), len(drafted), above)
+                logits = self._run.expand([len(drafted) - 2], [x])
                 self.forwards += 1
         return Draft.chain(drafted, () if self._law.greedy else rows)

@@ -63,18 +63,28 @@ def likeliest_tokens(
         ids: `[V_draft]` the target's ids of these columns; `None` if they are all.
         width: Most tokens a row.
     """
-    temperature = 1.0 if law.greedy else getattr(law, "temperature", 1.0)
-    log_q = torch.log_softmax(logits / temperature, dim=-1)
-    width = min(width, log_q.shape[1])
+    values = logits / (1.0 if law.greedy else getattr(law, "temperature", 1.0))
+    width = min(width, values.shape[1])
     if isinstance(source, KeyedSource) and not law.greedy:
-        every = ids if ids is not None else torch.arange(log_q.shape[1], device=log_q.device)
-        best = (log_q + source.noise(every)).topk(width, dim=-1)
-        chances = torch.softmax(best.values, dim=-1)
+        every = ids if ids is not None else torch.arange(values.shape[1], device=values.device)
+        best, columns = _largest(values + source.noise(every), width)
+        chances = torch.softmax(best, dim=-1)
     else:
-        best = log_q.topk(width, dim=-1)
-        chances = best.values.exp()
-    named = best.indices if ids is None else ids[best.indices]
+        best, columns = _largest(torch.log_softmax(values, dim=-1), width)
+        chances = best.exp()
+    named = columns if ids is None else ids[columns]
     return named.tolist(), chances.tolist()
+
+
+def _largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest numbers of each row and where they stand, `[n, count]`."""
+    if rows.device.type != "cpu":
+        best = rows.topk(count, dim=-1)
+        return best.values, best.indices
+    from foredraft.proposers.head_kernels import largest  # numba takes a while, and not all need it
+
+    columns, values = largest(rows.contiguous().numpy(), count)
+    return torch.from_numpy(values), torch.from_numpy(columns)
 
 
 def law_over(logits: Tensor, law: Law, history: Sequence[int], ids: Tensor | None, vocab_size: int) -> Tensor | None:

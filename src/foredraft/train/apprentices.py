@@ -33,7 +33,8 @@ class Apprentice(NamedTuple):
     """A drafter in training."""
 
     objective: Objective
-    drafter: Drafter
+    drafter: Callable[[], Drafter]
+    """How it drafts now. Made anew, for it may draft with a copy of the weights."""
     save: Callable[[Path, Mapping[str, str]], None]
     """Writes it into a folder, with what should be known of it."""
 
@@ -62,7 +63,7 @@ def new_apprentice(
     def save(folder: Path, about: Mapping[str, str]) -> None:
         save_head(head, folder, target_config=TargetConfig.of(target, reference), about=about)
 
-    return Apprentice(objective, drafter_of(head, target), save)
+    return Apprentice(objective, lambda: drafter_of(head, target), save)
 
 
 def _draft_model(
@@ -87,4 +88,4 @@ def _draft_model(
     def save(folder: Path, about: Mapping[str, str]) -> None:
         save_draft(model, tokenizer, folder, dtype=dtype)
 
-    return Apprentice(DistillObjective(model, teacher, divergence=recipe.loss), drafter, save)
+    return Apprentice(DistillObjective(model, teacher, divergence=recipe.loss), lambda: drafter, save)

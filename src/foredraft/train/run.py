@@ -107,10 +107,11 @@ def train_drafter(
 
     def validate(step: int) -> Mapping[str, float]:
         notify(f"Measuring accepted lengths on {len(text.held_out)} prompts")
+        drafter = apprentice.drafter()
         return {
-            setting.name: accepted_length(target, apprentice.drafter, text.held_out, setting, stop_tokens=stops)
+            setting.name: accepted_length(target, drafter, text.held_out, setting, stop_tokens=stops)
             for setting in SETTINGS
-            if apprentice.drafter.trees or setting.rule is not None
+            if drafter.trees or setting.rule is not None
         }
 
     training = Training(

@@ -16,6 +16,7 @@ from foredraft.backends.base import Backend, Capabilities, KVCache, Query, requi
 from foredraft.backends.native.cache import FIRST_ROWS, KV_TYPES, Early, NativeCache
 from foredraft.backends.native.decoder import apply_head, forward
 from foredraft.backends.native.kernels import Kernels
+from foredraft.backends.native.rotary import Rotary
 from foredraft.backends.native.tables import (
     NODE,
     SEQUENCE,
@@ -100,12 +101,12 @@ class NativeBackend(Backend):
         self.context = measures.context
         self.stop_tokens = weights.stop_tokens
         self.team = Team(threads or physical_cores())
-        self._kernels_folder = kernels
+        self.kernels_folder = kernels
         self._kernels = Kernels(weights.formats, kv_format, folder=kernels)
         self._without = frozenset(without_attention), frozenset(without_mlp)
         self._tables = tables_of(weights, self._kernels, kv_format, without_attention, without_mlp)
         self._work: Workspace | None = None
-        self._cos = self._sin = np.zeros((0, len(weights.inverse_frequencies)), dtype=np.float32)
+        self._rotary = Rotary(weights.inverse_frequencies, weights.rotary_scale)
         self._no_tap = Tap([], np.full(measures.layers, -1), np.empty((0, 0, 0), dtype=np.float32))
 
     def new_cache(self) -> NativeCache:
@@ -237,7 +238,7 @@ class NativeBackend(Backend):
             kv_format=self.kv_format,
             without_attention=self._without[0].union(attention),
             without_mlp=self._without[1].union(mlp),
-            kernels=self._kernels_folder,
+            kernels=self.kernels_folder,
         )
         twin.team = self.team
         return twin
@@ -321,16 +322,7 @@ class NativeBackend(Backend):
         ancestors = np.zeros((len(nodes), max(rows.shape[1] for rows in seen)), dtype=np.int64)
         for rows, sequence in zip(seen, sequences, strict=True):
             ancestors[sequence["first"] : sequence["last"], : rows.shape[1]] = rows
-        self._rotate_until(int(nodes["position"].max()) + 1)
-        return Batch(nodes, ancestors, sequences, self._cos, self._sin)
-
-    def _rotate_until(self, positions: int) -> None:
-        """Have cosines and sines for so many positions."""
-        if positions > len(self._cos):
-            grown = torch.arange(max(positions, 2 * len(self._cos), FIRST_ROWS), dtype=torch.float32)
-            angles = grown[:, None] * torch.from_numpy(self.weights.inverse_frequencies)
-            scale = self.weights.rotary_scale
-            self._cos, self._sin = (angles.cos() * scale).numpy(), (angles.sin() * scale).numpy()
+        return Batch(nodes, ancestors, sequences, *self._rotary.until(int(nodes["position"].max()) + 1))
 
     def _workspace(self, nodes: int, rows: int) -> Workspace:
         """Memory for this forward; it grows and is kept."""

@@ -49,7 +49,7 @@ def float_at(typing: Any, address: Any, index: Any) -> Any:
 
 
 @compiled
-def _at(array: Any, index: int) -> Any:
+def at(array: Any, index: int) -> Any:
     """The address of a row of a matrix of floats."""
     return np.int64(array.ctypes.data) + np.int64(index) * np.int64(array.strides[0])
 
@@ -73,7 +73,7 @@ def linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, las
         bottom = min(last, top + height)
         for group in range(groups):
             start, end = nodes * group // groups, nodes * (group + 1) // groups
-            where = (_at(x, start), x.shape[1], _at(y, start), y.shape[1], top, bottom, layer.blocks)
+            where = (at(x, start), x.shape[1], at(y, start), y.shape[1], top, bottom, layer.blocks)
             _call(kernels[layer.format, end - start], (layer.address, layer.row_bytes, *where))
     if layer.bias != 0:
         for node in range(nodes):
@@ -82,12 +82,13 @@ def linear(kernels: Any, layer: Any, x: Any, y: Any, nodes: int, first: int, las
 
 
 @compiled
-def _embed(tables: Any, batch: Any, x: Any, thread: int, threads: int) -> None:
+def embed(tables: Any, batch: Any, x: Any, thread: int, threads: int) -> None:
+    """Embeddings of the nodes' tokens into x `[n, width]`; each thread has the nodes that `norm` gives it."""
     decoder = tables.decoder[0]
     matrix = decoder.embedding
     for node in range(thread, len(batch.nodes), threads):
         token = batch.nodes[node].token
-        row = (matrix.address, matrix.row_bytes, _at(x, node), x.shape[1], token, token + 1, matrix.blocks)
+        row = (matrix.address, matrix.row_bytes, at(x, node), x.shape[1], token, token + 1, matrix.blocks)
         _call(tables.kernels[matrix.format, _EXPAND], row)
         if decoder.embedding_scale != 1:
             for i in range(decoder.hidden):
@@ -95,12 +96,16 @@ def _embed(tables: Any, batch: Any, x: Any, thread: int, threads: int) -> None:
 
 
 @compiled
-def _norm(tables: Any, x: Any, weight: int, out: Any, nodes: int, thread: int, threads: int) -> None:
-    decoder = tables.decoder[0]
-    share = np.float32(1) / np.float32(decoder.hidden)
+def norm_row(decoder: Any, x: int, weight: int, out: int, width: int, count: int) -> None:
+    """RMSNorm of `count` numbers, padded with zeros to `width`; all places are addresses."""
+    _call(decoder.norm_kernel, (x, weight, out, width, np.float32(1) / np.float32(count), decoder.epsilon))
+
+
+@compiled
+def norm(decoder: Any, x: Any, weight: int, out: Any, nodes: int, thread: int, threads: int) -> None:
+    """RMSNorm of the rows of some nodes."""
     for node in range(thread, nodes, threads):
-        row = (_at(x, node), weight, _at(out, node), decoder.width, share, decoder.epsilon)
-        _call(decoder.norm_kernel, row)
+        norm_row(decoder, at(x, node), weight, at(out, node), decoder.width, decoder.hidden)
 
 
 @compiled
@@ -111,14 +116,12 @@ def _add(x: Any, added: Any, nodes: int, first: int, last: int) -> None:
 
 
 @compiled
-def _place_head(tables: Any, head: Any, norm: int, rotates: bool, cos: Any, sin: Any) -> None:
+def _place_head(tables: Any, head: Any, weight: int, rotates: bool, cos: Any, sin: Any) -> None:
     """One head's q or k `[head_width]`: normed and rotated, where the layer does that."""
     decoder = tables.decoder[0]
-    if norm != 0:
-        share = np.float32(1) / np.float32(decoder.head_dim)
+    if weight != 0:
         address = np.int64(head.ctypes.data)
-        row = (address, norm, address, decoder.head_width, share, decoder.epsilon)
-        _call(decoder.norm_kernel, row)
+        norm_row(decoder, address, weight, address, decoder.head_width, decoder.head_dim)
     if rotates:
         for i in range(decoder.half):
             a, b = head[i], head[i + decoder.half]
@@ -230,8 +233,8 @@ def _attend_group(
     decoder, width = tables.decoder[0], tables.decoder[0].head_width
     kv_head = head * decoder.kv_heads // decoder.heads
     keys = (_keys(decoder, sequence, index, kv_head), width, (sequence.rows + decoder.lanes - 1) // decoder.lanes)
-    q = (_at(work.q, start) + 4 * head * width, work.q.shape[1])
-    _call(tables.attention[0, end - start], (*q, *keys, _at(scores, 0), scores.shape[1]))
+    q = (at(work.q, start) + 4 * head * width, work.q.shape[1])
+    _call(tables.attention[0, end - start], (*q, *keys, at(scores, 0), scores.shape[1]))
     values = _values(decoder, sequence, index, kv_head)
     for first in range(start, end, decoder.mixed_at_once):
         last = min(end, first + decoder.mixed_at_once)
@@ -260,25 +263,64 @@ def _mix(
         row, count = scores[node - first], committed + batch.nodes[node].ancestors
         for i in range(committed, count):
             row[i] = row[batch.ancestors[node, i - committed]]
-        _call(decoder.softmax, (_at(scores, node - first), count, decoder.attention_scale))
+        _call(decoder.softmax, (at(scores, node - first), count, decoder.attention_scale))
         mixed[node, column : column + width] = 0
     shared = batch.nodes[first].straight
     for node in range(first + 1, last):
         shared = min(shared, batch.nodes[node].straight)
-    out = (_at(mixed, first) + 4 * column, mixed.shape[1], blocks)
-    rows = (_at(scores, 0), scores.shape[1], values, row_bytes, committed + shared)
+    out = (at(mixed, first) + 4 * column, mixed.shape[1], blocks)
+    rows = (at(scores, 0), scores.shape[1], values, row_bytes, committed + shared)
     _call(tables.attention[1, last - first], (*rows, *out))
     for node in range(first, last):
-        target = (_at(mixed, node) + 4 * column, mixed.shape[1], blocks)
+        target = (at(mixed, node) + 4 * column, mixed.shape[1], blocks)
         seen, done = batch.ancestors[node], shared
         while done < batch.nodes[node].ancestors:  # runs of rows that lie together
             end = done + 1
             while end < batch.nodes[node].ancestors and seen[end] == seen[done] + end - done:
                 end += 1
-            p = _at(scores, node - first) + 4 * (committed + done)
+            p = at(scores, node - first) + 4 * (committed + done)
             rows = (p, scores.shape[1], values + seen[done] * row_bytes, row_bytes, np.int64(end - done))
             _call(tables.attention[1, 1], (*rows, *target))
             done = end
+
+
+@compiled
+def attention(
+    tables: Any, batch: Any, work: Any, index: int, inputs: Any, thread: int, threads: int, arrivals: Any, stage: int
+) -> Any:
+    """Add to `work.x` what a layer's attention makes of `inputs` `[n, columns of q]`; returns the next stage."""
+    decoder, layer, kernels, nodes = tables.decoder[0], tables.layers[index], tables.kernels, len(batch.nodes)
+    for part, out in ((layer.q, work.q), (layer.k, work.k), (layer.v, work.v)):
+        begin, end = first_row(part.rows, thread, threads), first_row(part.rows, thread + 1, threads)
+        linear(kernels, part, inputs, out, nodes, begin, end)
+    stage = wait(threads, arrivals, stage)
+    _place_heads(tables, batch, work, index, thread, threads)
+    stage = wait(threads, arrivals, stage)
+    _attend(tables, batch, work, index, thread, threads)
+    stage = wait(threads, arrivals, stage)
+    first, last = first_row(decoder.hidden, thread, threads), first_row(decoder.hidden, thread + 1, threads)
+    linear(kernels, layer.o, work.mixed, work.added, nodes, first, last)
+    _add(work.x, work.added, nodes, first, last)
+    return wait(threads, arrivals, stage)
+
+
+@compiled
+def mlp(tables: Any, work: Any, index: int, nodes: int, thread: int, threads: int, arrivals: Any, stage: int) -> Any:
+    """Add to `work.x` what a layer's MLP makes of its norm; returns the next stage."""
+    decoder, layer, kernels = tables.decoder[0], tables.layers[index], tables.kernels
+    norm(decoder, work.x, layer.mlp_norm, work.normed, nodes, thread, threads)
+    stage = wait(threads, arrivals, stage)
+    first, last = first_row(decoder.mlp, thread, threads), first_row(decoder.mlp, thread + 1, threads)
+    linear(kernels, layer.gate, work.normed, work.gate, nodes, first, last)
+    linear(kernels, layer.up, work.normed, work.up, nodes, first, last)
+    for node in range(nodes):
+        share = (at(work.gate, node), at(work.up, node), first, (last + _BLOCK - 1) // _BLOCK * _BLOCK)
+        _call(decoder.gate, share)
+    stage = wait(threads, arrivals, stage)
+    first, last = first_row(decoder.hidden, thread, threads), first_row(decoder.hidden, thread + 1, threads)
+    linear(kernels, layer.down, work.gate, work.added, nodes, first, last)
+    _add(work.x, work.added, nodes, first, last)
+    return wait(threads, arrivals, stage)
 
 
 @compiled
@@ -300,53 +342,26 @@ def forward(
     Before layer 0, x is the tokens' embeddings. `taps[layer]` is the index in `tapped` `[taps, n, width]` that what
     comes out of a layer is copied to, or -1. Where `logits` `[n, V]` has rows, the final norm and the head follow.
     """
-    decoder, layers, kernels = tables.decoder[0], tables.layers, tables.kernels
-    nodes, stage = len(batch.nodes), 0
+    decoder, nodes, stage = tables.decoder[0], len(batch.nodes), 0
     first, last = first_row(decoder.hidden, thread, threads), first_row(decoder.hidden, thread + 1, threads)
-    first_mlp, last_mlp = first_row(decoder.mlp, thread, threads), first_row(decoder.mlp, thread + 1, threads)
     if first_layer == 0:
-        _embed(tables, batch, work.x, thread, threads)
+        embed(tables, batch, work.x, thread, threads)
         stage = wait(threads, arrivals, stage)
     for index in range(first_layer, last_layer):
-        layer = layers[index]
+        layer = tables.layers[index]
         if layer.has_attention:
-            _norm(tables, work.x, layer.attention_norm, work.normed, nodes, thread, threads)
+            norm(decoder, work.x, layer.attention_norm, work.normed, nodes, thread, threads)
             stage = wait(threads, arrivals, stage)
-            for part, out in ((layer.q, work.q), (layer.k, work.k), (layer.v, work.v)):
-                begin, end = first_row(part.rows, thread, threads), first_row(part.rows, thread + 1, threads)
-                linear(kernels, part, work.normed, out, nodes, begin, end)
-            stage = wait(threads, arrivals, stage)
-            _place_heads(tables, batch, work, index, thread, threads)
-            stage = wait(threads, arrivals, stage)
-            _attend(tables, batch, work, index, thread, threads)
-            stage = wait(threads, arrivals, stage)
-            linear(kernels, layer.o, work.mixed, work.added, nodes, first, last)
-            _add(work.x, work.added, nodes, first, last)
-            stage = wait(threads, arrivals, stage)
+            stage = attention(tables, batch, work, index, work.normed, thread, threads, arrivals, stage)
         if layer.has_mlp:
-            _norm(tables, work.x, layer.mlp_norm, work.normed, nodes, thread, threads)
-            stage = wait(threads, arrivals, stage)
-            linear(kernels, layer.gate, work.normed, work.gate, nodes, first_mlp, last_mlp)
-            linear(kernels, layer.up, work.normed, work.up, nodes, first_mlp, last_mlp)
-            for node in range(nodes):
-                share = (
-                    _at(work.gate, node),
-                    _at(work.up, node),
-                    first_mlp,
-                    (last_mlp + _BLOCK - 1) // _BLOCK * _BLOCK,
-                )
-                _call(decoder.gate, share)
-            stage = wait(threads, arrivals, stage)
-            linear(kernels, layer.down, work.gate, work.added, nodes, first, last)
-            _add(work.x, work.added, nodes, first, last)
-            stage = wait(threads, arrivals, stage)
+            stage = mlp(tables, work, index, nodes, thread, threads, arrivals, stage)
         if taps[index] >= 0:
             tapped[taps[index], :, first:last] = work.x[:nodes, first:last]
     if len(logits) > 0:
-        _norm(tables, work.x, decoder.norm, work.normed, nodes, thread, threads)
+        norm(decoder, work.x, decoder.norm, work.normed, nodes, thread, threads)
         stage = wait(threads, arrivals, stage)
         begin, end = first_row(decoder.head.rows, thread, threads), first_row(decoder.head.rows, thread + 1, threads)
-        linear(kernels, decoder.head, work.normed, logits, nodes, begin, end)
+        linear(tables.kernels, decoder.head, work.normed, logits, nodes, begin, end)
 
 
 @compiled

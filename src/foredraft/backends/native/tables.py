@@ -91,16 +91,18 @@ def tables_of(
     layers = np.zeros(len(weights.layers), dtype=LAYER)
     for i, layer in enumerate(weights.layers):
         for name, part in layer._asdict().items():
-            layers[name][i] = _linear(part) if isinstance(part, Linear) else part if name == "rotates" else _at(part)
+            layers[name][i] = (
+                linear_row(part) if isinstance(part, Linear) else part if name == "rotates" else address(part)
+            )
         layers["has_attention"][i] = i not in without_attention
         layers["has_mlp"][i] = i not in without_mlp
     measures = weights.measures
     decoder = np.zeros(1, dtype=DECODER)
     head_width = padded(measures.head_dim)
     values: dict[str, Any] = {
-        "embedding": _linear(Linear(weights.embedding)),
-        "head": _linear(Linear(weights.head)),
-        "norm": _at(weights.norm),
+        "embedding": linear_row(Linear(weights.embedding)),
+        "head": linear_row(Linear(weights.head)),
+        "norm": address(weights.norm),
         "hidden": measures.hidden,
         "width": padded(measures.hidden),
         "heads": measures.heads,
@@ -124,13 +126,15 @@ def tables_of(
     return Tables(decoder, layers, kernels.matrices, kernels.attention)
 
 
-def _linear(linear: Linear) -> tuple[int, ...]:
+def linear_row(linear: Linear) -> tuple[int, ...]:
+    """A row of LINEAR."""
     matrix = linear.weight
     code, columns = FORMATS[matrix.format].code, matrix.columns
-    return (code, matrix.data.ctypes.data, matrix.data.strides[0], matrix.rows, columns // BLOCK, _at(linear.bias))
+    return (code, matrix.data.ctypes.data, matrix.data.strides[0], matrix.rows, columns // BLOCK, address(linear.bias))
 
 
-def _at(vector: Floats | None) -> int:
+def address(vector: Floats | None) -> int:
+    """Where its numbers lie; 0 for none."""
     return 0 if vector is None else vector.ctypes.data
 
 
