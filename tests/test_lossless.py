@@ -26,6 +26,7 @@ from foredraft.backends.base import Backend, KVCache
 from foredraft.engine import Engine
 from foredraft.errors import UnsupportedError
 from foredraft.generation import Request
+from foredraft.heads.model_layer import ModelLayerHead
 from foredraft.heads.parallel import ParallelHead
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.proof.enumeration import ancestral_law
@@ -78,6 +79,7 @@ def test_every_kind_of_head_is_run(target: Backend) -> None:
     for module in pkgutil.walk_packages(foredraft.heads.__path__, "foredraft.heads."):
         importlib.import_module(module.name)
     found = {*RecurrentHead.__subclasses__(), *ParallelHead.__subclasses__()}
+    found -= {ModelLayerHead}  # needs a target with MTP layers of its own: test_head_files.py has answers with them
     assert {type(head_over(target, name)) for name in HEAD_DRAFTERS} == found
 
 
