@@ -18,9 +18,10 @@ from foredraft.backends.native.reading import weights_of_model
 from foredraft.engine import Engine
 from foredraft.generation import Request
 from foredraft.heads.block import BlockShape
+from foredraft.heads.native_run import NativeRun
 from foredraft.heads.recurrent import Eagle3Head, Eagle3Norms, EagleHead, RecurrentHead, SequentialMTPHead
 from foredraft.heads.running import HeadCache, HeadRun
-from foredraft.heads.runs import NativeRun, runs_of
+from foredraft.heads.runs import runs_of
 from foredraft.proposers.eagle import RecurrentDrafter
 from foredraft.proposers.head_kernels import largest
 from foredraft.types import Draft, SamplingParams

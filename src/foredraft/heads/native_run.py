@@ -1,0 +1,62 @@
+"""Heads run by the native engine, with the kernels and threads of the target beside them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.backends.native.backend import NativeBackend
+from foredraft.backends.native.head import NativeHead
+from foredraft.backends.native.weights import Floats
+from foredraft.heads.packing import packed
+from foredraft.heads.recurrent import RecurrentHead
+from foredraft.heads.running import HeadRun
+
+logger = logging.getLogger(__name__)
+
+
+class NativeRun(HeadRun):
+    """A run by the native engine.
+
+    Args:
+        head: Shared by all sequences.
+        vocabulary: Logits past so many are cut off; `None` keeps all.
+    """
+
+    def __init__(self, head: NativeHead, vocabulary: int | None) -> None:
+        super().__init__()
+        self._head, self._vocabulary = head, vocabulary
+        self._cache = head.new_cache()
+        self._states: Floats = np.empty((0, 0), dtype=np.float32)
+
+    @property
+    def states(self) -> Tensor:
+        """See `HeadRun`."""
+        return torch.from_numpy(self._states)[:, : self._head.weights.decoder.measures.hidden]
+
+    def commit(self, features: Tensor, tokens: Sequence[int]) -> Tensor:
+        """See `HeadRun`."""
+        self._paths = []
+        self._states, logits = self._head.commit(self._cache, features.numpy(), tokens)
+        self.committed = self._cache.committed
+        return torch.from_numpy(logits)[:, : self._vocabulary]
+
+    def expand(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """See `HeadRun`."""
+        above = self._states[[parent + 1 for parent in parents]]
+        states, logits = self._head.expand(self._cache, above, tokens, self._paths_to(parents))
+        self._states = np.concatenate([self._states, states])
+        return torch.from_numpy(logits)[:, : self._vocabulary]
+
+
+def native_runs(head: RecurrentHead, target: NativeBackend, form: str) -> Callable[[], HeadRun]:
+    """See `runs.runs_of`."""
+    weights = packed(head, target, form)
+    logger.info("The copy of the head for the native engine takes %.1f MB in %s", weights.own_bytes / 1e6, form)
+    native = NativeHead(weights, target.team, target.kernels_folder)
+    vocabulary = target.vocab_size if head.lm_head is None else None
+    return lambda: NativeRun(native, vocabulary)
