@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from foredraft.train.dialogues import Dialogue
     from foredraft.train.generation import Progress
     from foredraft.train.loop import Progress as TrainingProgress
-    from foredraft.train.recipe import Recipe
 
 _ELICITED = 1000  # prompts, if none are given
+_KEPT = ("shard-*.jsonl", "features-*.safetensors", "checkpoint.pt")
 _EVERY = 16  # answers between two lines of progress where there is no terminal
 
 
@@ -175,13 +175,15 @@ def train(
         seed=seed,
         schedule=schedule,
     )
+    if start is not None and kind != "draft":
+        raise InvalidInputError(f"--start is what a draft model begins with, and this is {kind}: leave it out.")
     engine = EngineChoice(backend, device, dtype, weights, threads, kv)
-    with counted(_EVERY) as (notify, count), _saying_what_is_kept(out):
+    with counted(_EVERY) as (notify, count), _saying_what_is_kept(out / "text", out / "features", out):
         target, tokenizer, files = Loader(None, engine, notify).model(model)
         key = target_key(target, files)
-        dialogues = _dialogues(data, elicit, out / "text", key, target, tokenizer, seed, notify, count)
         held_out = _held_out(validate, limit, target, tokenizer)
-        beginning = _beginning(start, recipe) if start is not None else None
+        beginning = _beginning(start, device, notify) if start is not None else None
+        dialogues = _dialogues(data, elicit, out / "text", key, target, tokenizer, seed, notify, count)
         trained = train_drafter(
             target,
             Text.of(dialogues, held_out),
@@ -233,17 +235,15 @@ def _dialogues(
     return read_dialogues(shards)
 
 
-def _beginning(reference: str, recipe: Recipe) -> PreTrainedModel:
+def _beginning(reference: str, device: str, notify: Notify) -> PreTrainedModel:
     """What a draft model begins as, in float32."""
-    from foredraft.backends.checkpoint import load_checkpoint
-    from foredraft.loading import cache_folder
-    from foredraft.models import file_key, resolve
+    from foredraft.backends.transformers import TransformersBackend
+    from foredraft.loading import EngineChoice, Loader
 
-    if recipe.kind != "draft":
-        raise InvalidInputError(f"--start is what a draft model begins with, and this is {recipe.kind}: leave it out.")
-    files = resolve(reference, cache_folder())
-    converted = cache_folder() / "converted" / file_key(files.path) if files.is_gguf else None
-    return load_checkpoint(files.path, device="auto", dtype="float32", converted=converted)[0]
+    backend = Loader(None, EngineChoice("transformers", device, "float32"), notify).model(reference)[0]
+    assert isinstance(backend, TransformersBackend)
+    model: PreTrainedModel = backend.model
+    return model
 
 
 def _held_out(
@@ -269,12 +269,12 @@ def _line(step: Progress) -> str:
 
 
 @contextmanager
-def _saying_what_is_kept(folder: Path) -> Iterator[None]:
-    """Whoever stops a run learns what of it is kept."""
+def _saying_what_is_kept(*folders: Path) -> Iterator[None]:
+    """Whoever stops a run learns what of it is kept: shards, features, a checkpoint."""
     try:
         yield
     except KeyboardInterrupt:
-        count = len(list(folder.glob("shard-*.jsonl")))
+        count = sum(len(list(folder.glob(name))) for folder in folders for name in _KEPT)
         kept = f"The files so far are kept ({count})" if count else "There was no whole file yet"
         typer.echo(f"\n{kept}: give the same command again to go on.", err=True)
         raise

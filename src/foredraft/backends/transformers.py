@@ -75,20 +75,19 @@ class TransformersCache(KVCache):
             return 0
         early = self.early
         same = query.begins_with(early.tokens) if layers in (None, early.layers) else 0
-        for layer in self.kv.layers[: early.layers]:
-            assert isinstance(layer, DynamicLayer)
-            layer.crop(same - self.pending)
-        self.pending = same
-        self.early = Early(early.layers, early.tokens[:same], early.hidden[:, :same]) if same else None
+        self.crop_early(same)
         return same
 
-    def forget_early(self) -> None:
-        """Drop what an early exit left."""
-        if self.early is not None:
-            for layer in self.kv.layers[: self.early.layers]:
-                assert isinstance(layer, DynamicLayer)
-                layer.crop(-self.pending)
-            self.pending, self.early = 0, None
+    def crop_early(self, kept: int) -> None:
+        """Forget all but the first `kept` tokens of what an early exit left."""
+        if self.early is None:
+            return
+        early = self.early
+        for layer in self.kv.layers[: early.layers]:
+            assert isinstance(layer, DynamicLayer)
+            layer.crop(kept - self.pending)
+        self.pending = kept
+        self.early = Early(early.layers, early.tokens[:kept], early.hidden[:, :kept]) if kept else None
 
 
 class TransformersBackend(Backend):
@@ -232,7 +231,7 @@ class TransformersBackend(Backend):
         cache, tokens = query.cache, (query.root, *query.draft.tokens)
         assert isinstance(cache, TransformersCache) and (cache.pending == 0 or cache.early is not None)
         if cache.features:
-            cache.forget_early()
+            cache.crop_early(0)  # features are wanted of all layers
         if cache.keep_early(query):
             logits = self._finish(cache, query)
         else:

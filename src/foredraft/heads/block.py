@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,20 @@ class BlockShape:
     rope_theta: float = 10000.0
     qk_norm: bool = False
     frequencies: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, config: Any) -> BlockShape:
+        """That of the decoder layers of a transformers config; positions are plain."""
+        heads, rope = config.num_attention_heads, getattr(config, "rope_parameters", None) or {}
+        return cls(
+            hidden=config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            mlp=config.intermediate_size,
+            epsilon=float(getattr(config, "rms_norm_eps", 1e-5)),
+            rope_theta=float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
+        )
 
     def __post_init__(self) -> None:
         for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp"):

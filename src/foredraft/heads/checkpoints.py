@@ -7,7 +7,7 @@ import logging
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -170,17 +170,7 @@ def block_shape(checkpoint: Checkpoint, *, qk_norm: bool = False) -> BlockShape:
     if "sliding_attention" in (layer.get("layer_types") or ()):
         raise checkpoint.refused("its layer sees a sliding window only, and only full attention is known")
     theta, frequencies = _rope(checkpoint, config)
-    return BlockShape(
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        mlp=config.intermediate_size,
-        epsilon=float(config.rms_norm_eps),
-        rope_theta=theta,
-        qk_norm=qk_norm,
-        frequencies=frequencies,
-    )
+    return replace(BlockShape.of(config), rope_theta=theta, qk_norm=qk_norm, frequencies=frequencies)
 
 
 def _rope(checkpoint: Checkpoint, config: Any) -> tuple[float, tuple[float, ...]]:

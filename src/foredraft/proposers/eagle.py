@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.backends.base import Backend, Features, KVCache
+from foredraft.backends.base import Backend
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.runs import runs_of
 from foredraft.proposers.base import Proposer
-from foredraft.proposers.heads import HeadDrafter, law_over, likeliest_tokens, require_features
+from foredraft.proposers.heads import HeadDrafter, HeadProposer, require_features
 from foredraft.randomness import RandomSource
-from foredraft.sampling import Law, finite_argmax
+from foredraft.sampling import Law
 from foredraft.types import Draft
 
 WIDTH = 8
@@ -39,6 +39,8 @@ class RecurrentDrafter(HeadDrafter):
         UnsupportedError: The target's backend does not hand out what its layers compute.
     """
 
+    head: RecurrentHead
+
     def __init__(self, head: RecurrentHead, target: Backend, form: str = "bf16") -> None:
         require_features(target, head.kind)
         self.name = self.usage = head.kind
@@ -51,22 +53,16 @@ class RecurrentDrafter(HeadDrafter):
         return TreeProposer(self, law, source) if self.trees else ChainProposer(self, law, source)
 
 
-class _RecurrentProposer(Proposer):
+class _RecurrentProposer(HeadProposer):
     """One sequence's run of the head, kept in step with the target's."""
 
     def __init__(self, drafter: RecurrentDrafter, law: Law, source: RandomSource) -> None:
-        self._drafter, self._law, self._source = drafter, law, source
+        super().__init__(drafter, law, source)
         self._run = drafter.new_run()
-        self._features: Features | None = None
-
-    def attach(self, cache: KVCache) -> None:
-        """Have the target keep what the head reads."""
-        self._features = cache.keep_features(self._drafter.head.feature_layers)
 
     def _catch_up(self, tokens: Sequence[int]) -> Tensor | None:
         """Read what was committed since the last draft; logits `[1, V_draft]` after the last token, if any."""
-        assert self._features is not None
-        start, rows = self._features.take()
+        start, rows = self._take_features()
         if rows is None:
             return None
         self.forwards += 1
@@ -118,9 +114,7 @@ class TreeProposer(_RecurrentProposer):
         self, logits: Tensor, parents: Sequence[int], scores: Sequence[float], depth: int, position: int
     ) -> list[Candidate]:
         """The likeliest tokens below each of these nodes, at `position` in the text."""
-        named, chances = likeliest_tokens(
-            logits, self._law, self._source.at(position), self._drafter.head.draft_ids, WIDTH
-        )
+        named, chances = self._likeliest_tokens(logits, position, WIDTH)
         return [
             Candidate(token, parent, depth, score * chance)
             for parent, score, row, odds in zip(parents, scores, named, chances, strict=True)
@@ -150,14 +144,14 @@ class ChainProposer(_RecurrentProposer):
         history, drafted = list(tokens), list[int]()
         rows: list[Tensor] = []
         while logits is not None and len(drafted) < budget:
-            q = law_over(logits, self._law, history, self._drafter.head.draft_ids, self._drafter.target.vocab_size)
-            if q is None:
+            drawn = self._draw(logits, history)
+            if drawn is None:
                 break
-            x = finite_argmax(q) if self._law.greedy else self._source.at(len(history)).draw(q)
+            x, q = drawn
             drafted.append(x)
             rows.append(q)
             history.append(x)
             if len(drafted) < budget:
                 logits = self._run.expand([len(drafted) - 2], [x])
                 self.forwards += 1
-        return Draft.chain(drafted, () if self._law.greedy else rows)
+        return self._chain(drafted, rows)

@@ -12,7 +12,9 @@ from torch import Tensor
 from foredraft.errors import ModelError
 
 
-def write_arrays(file: Path, arrays: dict[str, Tensor], about: dict[str, str]) -> None:
+def write_arrays(
+    file: Path, arrays: dict[str, Tensor], about: dict[str, str], *, what: str = "what was learned"
+) -> None:
     """Write arrays and what they are; a failure leaves an older file as it was.
 
     Raises:
@@ -25,9 +27,7 @@ def write_arrays(file: Path, arrays: dict[str, Tensor], about: dict[str, str]) -
             save_file({name: array.contiguous() for name, array in arrays.items()}, fresh, metadata=about)
             fresh.replace(file)
     except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"Cannot keep what was learned in {file} ({error}): check the folder and the free space."
-        ) from error
+        raise ModelError(f"Cannot keep {what} in {file} ({error}): check the folder and the free space.") from error
 
 
 def read_arrays(file: Path, about: dict[str, str]) -> dict[str, Tensor] | None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from foredraft.acceptance import Draws, Rule
-from foredraft.backends.base import USE_INSTEAD, Backend
+from foredraft.backends.base import USE_INSTEAD, Backend, Features, KVCache
 from foredraft.errors import InvalidInputError, UnsupportedError
-from foredraft.proposers.base import Drafter
+from foredraft.heads.files import Head
+from foredraft.proposers.base import Drafter, Proposer
 from foredraft.randomness import KeyedSource, RandomSource
-from foredraft.sampling import Law
+from foredraft.sampling import Law, finite_argmax
 from foredraft.types import Draft
 
 
@@ -24,6 +25,8 @@ class HeadDrafter(Drafter):
     request's own settings, with that law as q.
     """
 
+    head: Head
+    target: Backend
     trees = True
     draft_tokens = 16
     when_nothing_is_accepted = "the head may have been trained for another target, or for another kind of text"
@@ -37,6 +40,48 @@ class HeadDrafter(Drafter):
         """Trees of point masses or chains of drawn tokens, as the rule wants it."""
         self.trees = trees and (rule is None or rule.draws is not Draws.ONE)
         self.draws = Draws.POINT if self.trees else Draws.ONE
+
+
+class HeadProposer(Proposer):
+    """One sequence's drafts by a head.
+
+    Args:
+        drafter: Has the head.
+        law: The request's.
+        source: The request's.
+    """
+
+    def __init__(self, drafter: HeadDrafter, law: Law, source: RandomSource) -> None:
+        self._law, self._source = law, source
+        self._head, self._vocab_size = drafter.head, drafter.target.vocab_size
+        self._features: Features | None = None
+
+    def attach(self, cache: KVCache) -> None:
+        """Have the target keep what the head reads."""
+        self._features = cache.keep_features(self._head.feature_layers)
+
+    def _take_features(self) -> tuple[int, Tensor | None]:
+        """See `Features.take`."""
+        assert self._features is not None
+        return self._features.take()
+
+    def _likeliest_tokens(self, logits: Tensor, position: int, width: int) -> tuple[list[list[int]], list[list[float]]]:
+        """`likeliest_tokens` of `logits` `[n, V_draft]` at a position of the text."""
+        return likeliest_tokens(logits, self._law, self._source.at(position), self._head.draft_ids, width)
+
+    def _draw(self, logits: Tensor, history: Sequence[int]) -> tuple[int, Tensor] | None:
+        """A token after `history`, drawn from the head's law of `logits` `[1, V_draft]`, and that law `[V]`.
+
+        `None` if nothing that the head can draft has mass.
+        """
+        q = law_over(logits, self._law, history, self._head.draft_ids, self._vocab_size)
+        if q is None:
+            return None
+        return finite_argmax(q) if self._law.greedy else self._source.at(len(history)).draw(q), q
+
+    def _chain(self, drafted: Sequence[int], rows: Sequence[Tensor]) -> Draft:
+        """What was drawn, with its laws as q; of greedy requests point masses."""
+        return Draft.chain(drafted, () if self._law.greedy else rows)
 
 
 def require_features(target: Backend, drafter: str) -> None:

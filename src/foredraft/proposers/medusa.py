@@ -9,12 +9,12 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from foredraft.backends.base import Backend, Features, KVCache
+from foredraft.backends.base import Backend
 from foredraft.heads.parallel import ParallelHead
 from foredraft.proposers.base import Proposer
-from foredraft.proposers.heads import HeadDrafter, law_over, likeliest_tokens
+from foredraft.proposers.heads import HeadDrafter, HeadProposer
 from foredraft.randomness import RandomSource
-from foredraft.sampling import Law, finite_argmax
+from foredraft.sampling import Law
 from foredraft.types import Draft
 
 CANDIDATES = 16
@@ -32,6 +32,8 @@ class ParallelDrafter(HeadDrafter):
         head: A head for this target.
         target: What it drafts for.
     """
+
+    head: ParallelHead
 
     def __init__(self, head: ParallelHead, target: Backend) -> None:
         self.name = self.usage = head.kind
@@ -55,22 +57,17 @@ class ParallelDrafter(HeadDrafter):
         return self.target.head(states.flatten(0, -2).float()).reshape(*states.shape[:-1], -1)
 
 
-class _ParallelProposer(Proposer):
+class _ParallelProposer(HeadProposer):
     """One sequence's drafts: nothing is kept from one to the next."""
 
     def __init__(self, drafter: ParallelDrafter, law: Law, source: RandomSource) -> None:
-        self._drafter, self._law, self._source = drafter, law, source
-        self._features: Features | None = None
-
-    def attach(self, cache: KVCache) -> None:
-        """Have the target keep what the head reads."""
-        self._features = cache.keep_features(self._drafter.head.feature_layers)
+        super().__init__(drafter, law, source)
+        self._drafter = drafter
 
     @torch.inference_mode()
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A draft of what the heads say from the last committed token on, whose successor is the last of `tokens`."""
-        assert self._features is not None
-        start, rows = self._features.take()
+        start, rows = self._take_features()
         if rows is None or not budget:
             return Draft()
         assert start + len(rows) == len(tokens) - 1
@@ -86,12 +83,10 @@ class ProductTreeProposer(_ParallelProposer):
     """Point-mass trees."""
 
     def _draft(self, tokens: Sequence[int], logits: Tensor, budget: int) -> Draft:
-        ids, width = self._drafter.head.draft_ids, min(budget, CANDIDATES)
         candidates: list[list[int]] = []
         chances: list[list[float]] = []
         for depth, row in enumerate(logits):
-            source = self._source.at(len(tokens) + depth)
-            named, odds = likeliest_tokens(row[None], self._law, source, ids, width)
+            named, odds = self._likeliest_tokens(row[None], len(tokens) + depth, min(budget, CANDIDATES))
             candidates += named
             chances += odds
         return likeliest_product(candidates, chances, budget)
@@ -131,11 +126,11 @@ class ParallelChainProposer(_ParallelProposer):
     """Chains drawn from the heads' own laws."""
 
     def _draft(self, tokens: Sequence[int], logits: Tensor, budget: int) -> Draft:
-        drafter, history, rows = self._drafter, list(tokens), list[Tensor]()
+        history, rows = list(tokens), list[Tensor]()
         for row in logits[:budget]:
-            q = law_over(row[None], self._law, history, drafter.head.draft_ids, drafter.target.vocab_size)
-            if q is None:
+            drawn = self._draw(row[None], history)
+            if drawn is None:
                 break
-            history.append(finite_argmax(q) if self._law.greedy else self._source.at(len(history)).draw(q))
-            rows.append(q)
-        return Draft.chain(history[len(tokens) :], () if self._law.greedy else rows)
+            history.append(drawn[0])
+            rows.append(drawn[1])
+        return self._chain(history[len(tokens) :], rows)

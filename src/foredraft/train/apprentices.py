@@ -77,8 +77,7 @@ def _draft_model(
                 f"A draft model begins as some layers of the target, which backend '{target.name}' does not give: use "
                 "--backend transformers, or --start REF with a smaller model of the same vocabulary."
             )
-        with torch.random.fork_rng(devices=[]):
-            model = truncated(target.model, recipe.layers or max(1, target.layers // 3), evenly=True)
+        model = truncated(target.model, recipe.layers or max(1, target.layers // 3), evenly=True)
     model = model.to(target.embed([0]).device, torch.float32)
     model.requires_grad_(True)
     teacher = by_states(target.head_rows(range(target.vocab_size)))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.backends.base import Backend
-from foredraft.errors import ModelError
+from foredraft.proposers.files import write_arrays
 
 SHARD = 64
 """Dialogues of a file."""
 _PIECE = 512  # tokens whose logits are looked at together
+_MIXED = 256  # windows that are sorted by length together
+_SHORTEST = 8  # tokens of a window
 
 
 class Window(NamedTuple):
@@ -81,7 +82,7 @@ def write_features(
     for first in range(0, len(dialogues), SHARD):
         part = dialogues[first : first + SHARD]
         file = folder / f"features-{first // SHARD:05d}.safetensors"
-        about = {"key": key, "layers": json.dumps(list(layers)), "dialogues": _digest(part)}
+        about = {"key": key, "layers": json.dumps(list(layers)), "dialogues": digest_of(part)}
         if not _is_of(file, about):
             _write(file, about, part, [features_of(target, ids, layers) for ids, _ in part])
         files.append(file)
@@ -89,9 +90,8 @@ def write_features(
     return files
 
 
-def _digest(dialogues: Sequence[tuple[Sequence[int], int]]) -> str:
-    import hashlib
-
+def digest_of(dialogues: Sequence[tuple[Sequence[int], int]]) -> str:
+    """What tells these dialogues from others."""
     return hashlib.sha256(json.dumps([[list(ids), answer] for ids, answer in dialogues]).encode()).hexdigest()
 
 
@@ -99,12 +99,8 @@ def _is_of(file: Path, about: dict[str, str]) -> bool:
     try:
         with safe_open(file, framework="pt") as stored:
             return bool(stored.metadata() == about)
-    except (FileNotFoundError, OSError, ValueError):
+    except (OSError, SafetensorError):  # there is none, or it is torn
         return False
-    except Exception as error:  # safetensors' own, for a torn file
-        if type(error).__module__.startswith("safetensors"):
-            return False
-        raise
 
 
 def _write(
@@ -117,13 +113,7 @@ def _write(
         "states": torch.cat([states for states, _ in found]),
         "totals": torch.cat([totals for _, totals in found]),
     }
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(".part")
-        save_file(arrays, fresh, metadata=about)
-        fresh.replace(file)
-    except OSError as error:
-        raise ModelError(f"Cannot write features to {file} ({error}): check the folder and the free space.") from error
+    write_arrays(file, arrays, about, what="features")
 
 
 class FeatureFiles:
@@ -131,24 +121,20 @@ class FeatureFiles:
 
     Args:
         files: In order.
-        window: Most tokens of a piece; at least 8.
+        window: Most tokens of a piece. Shorter ones than 8 tokens are left out.
     """
 
     def __init__(self, files: Sequence[Path], window: int) -> None:
-        self.files = list(files)
         self.places: list[Place] = []
-        self._open: list[Any] = []
-        self._stack = ExitStack()
-        for index, file in enumerate(self.files):
-            stored = self._stack.enter_context(safe_open(file, framework="pt"))
-            self._open.append(stored)
+        self._open: list[Any] = [safe_open(file, framework="pt") for file in files]  # mapped until they are forgotten
+        for index, stored in enumerate(self._open):
             start = 0
             lengths, answers = stored.get_tensor("lengths").tolist(), stored.get_tensor("answers").tolist()
             for length, answer in zip(lengths, answers, strict=True):
                 self.places += [
                     Place(index, start + first, min(window, length - first), answer - first)
                     for first in range(0, length, window)
-                    if length - first >= 8
+                    if length - first >= _SHORTEST
                 ]
                 start += length
 
@@ -193,9 +179,6 @@ def batches_of_pass(places: Sequence[Place], tokens: int, seed: int, index: int)
         found.append(group)
     mixed = torch.randperm(len(found), generator=generator).tolist()
     return [found[i] for i in mixed]
-
-
-_MIXED = 256  # windows that are sorted by length together
 
 
 def padded(windows: Sequence[Window]) -> Window:

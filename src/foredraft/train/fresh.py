@@ -54,7 +54,7 @@ def new_head(recipe: Recipe, target: Backend, counts: Tensor) -> tuple[Head, Obj
 
 def _made(recipe: Recipe, target: Backend, counts: Tensor) -> Head:
     """With weights at random."""
-    shape, layers = block_shape(target), target.layers
+    shape, layers = BlockShape.of(target.config), target.layers
     if recipe.kind == "eagle":
         return EagleHead(shape, layers)
     if recipe.kind == "mtp" and recipe.form == "sequential":  # in the only form that the speculators library reads
@@ -93,22 +93,6 @@ def _begin_as_last_layer(head: Eagle3Head, target: Backend) -> None:
         getattr(block.mlp, name).weight.copy_(own[name])
     head.hidden_norm.weight.copy_(own["input_layernorm"])
     block.post_attention_layernorm.weight.copy_(own["post_attention_layernorm"])
-
-
-def block_shape(target: Backend) -> BlockShape:
-    """Of a head's block: that of the target's own layers."""
-    config = target.config
-    heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    return BlockShape(
-        hidden=target.hidden_size,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
-        mlp=config.intermediate_size,
-        epsilon=getattr(config, "rms_norm_eps", 1e-5),
-        rope_theta=float(rope.get("rope_theta", None) or getattr(config, "rope_theta", None) or 10000.0),
-    )
 
 
 def precision_of(recipe: Recipe, target: Backend) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,9 +92,6 @@ class Progress(NamedTuple):
 
     step: int
     steps: int
-    tokens: int
-    seconds: float
-    """Of this process."""
     seconds_left: float
     losses: Mapping[str, float]
     tokens_per_second: float
@@ -110,7 +107,7 @@ class Training:
         schedule: How.
         folder: For `checkpoint.pt` and `log.csv`.
         key: Names everything that the outcome depends on; a checkpoint of another key is refused.
-        device: Where to train; on a GPU in mixed precision, as on CPUs that multiply bfloat16.
+        precision: In which matrices are multiplied; weights and sums are in float32.
         validate: Called now and then with the step; the figures that it returns are logged.
         watch: Called after every step.
 
@@ -169,7 +166,7 @@ class Training:
             figures = {name: float(value.detach()) for name, value in losses.items()}
             log.write(self.step, {"tokens": self.tokens, "rate": self._rate, **figures})
             pace = (self.tokens - seen) / (now - started)
-            self._watch(Progress(self.step, self.steps, self.tokens, now - started, left, figures, pace))
+            self._watch(Progress(self.step, self.steps, left, figures, pace))
             if self._validation_is_due():
                 self.figures = self._validated()
                 log.write(self.step, self.figures)
@@ -295,9 +292,3 @@ def _tensorboard(folder: Path, step: int) -> Any:
     except ImportError:
         return None
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-
-
-def mean(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of each figure."""
-    rows = list(figures)
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} if rows else {}

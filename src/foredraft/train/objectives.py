@@ -233,8 +233,3 @@ def soft_cross_entropy(logits: Tensor, p: Tensor, rows: Tensor) -> tuple[Tensor,
 def wide(x: Tensor) -> Tensor:
     """In float32 at least: sums of probabilities need it."""
     return x if x.dtype is torch.float64 else x.float()
-
-
-def expected_length(agreements: Sequence[float]) -> float:
-    """Mean accepted length of a chain whose first j tokens are all right with these probabilities."""
-    return 1.0 + sum(agreements)

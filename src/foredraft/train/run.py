@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from foredraft.backends.base import Backend
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.loading import stop_tokens
 from foredraft.models import Notify
 from foredraft.pages import make_folder
+from foredraft.proposers.base import Drafter
 from foredraft.train.apprentices import new_apprentice
 from foredraft.train.dialogues import Dialogue
-from foredraft.train.features import FeatureFiles, batches, padded, write_features
+from foredraft.train.features import FeatureFiles, batches, digest_of, padded, write_features
 from foredraft.train.fresh import feature_layers, precision_of
 from foredraft.train.loop import Progress, Training
 from foredraft.train.recipe import Recipe
@@ -107,12 +107,7 @@ def train_drafter(
 
     def validate(step: int) -> Mapping[str, float]:
         notify(f"Measuring accepted lengths on {len(text.held_out)} prompts")
-        drafter = apprentice.drafter()
-        return {
-            setting.name: accepted_length(target, drafter, text.held_out, setting, stop_tokens=stops)
-            for setting in SETTINGS
-            if drafter.trees or setting.rule is not None
-        }
+        return _accepted_lengths(target, apprentice.drafter(), text.held_out, stops)
 
     training = Training(
         apprentice.objective,
@@ -120,7 +115,7 @@ def train_drafter(
         lambda places: padded([stored.read(place) for place in places]).to(device),
         recipe.schedule,
         out,
-        {"recipe": recipe.about, "model": model, "text": _digest(dialogues), "layers": list(layers)},
+        {"recipe": recipe.about, "model": model, "text": digest_of(dialogues), "layers": list(layers)},
         precision=precision_of(recipe, target),
         validate=validate if text.held_out else None,
         watch=progress,
@@ -137,6 +132,12 @@ def train_drafter(
     return Trained(out / "drafter", training.figures, parameters, training.tokens)
 
 
-def _digest(dialogues: Sequence[tuple[Sequence[int], int]]) -> str:
-    plain: list[Any] = [[list(ids), answer] for ids, answer in dialogues]
-    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+def _accepted_lengths(
+    target: Backend, drafter: Drafter, held_out: Sequence[Sequence[int]], stops: Collection[int]
+) -> dict[str, float]:
+    """By the name of each setting in which it can draft."""
+    return {
+        setting.name: accepted_length(target, drafter, held_out, setting, stop_tokens=stops)
+        for setting in SETTINGS
+        if drafter.trees or setting.rule is not None
+    }

@@ -13,20 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.backends.base import Backend, Capabilities, KVCache, Query, require_inner_layer
-from foredraft.backends.native.cache import FIRST_ROWS, KV_TYPES, Early, NativeCache
+from foredraft.backends.native.cache import KV_TYPES, Early, NativeCache
 from foredraft.backends.native.decoder import apply_head, forward
 from foredraft.backends.native.kernels import Kernels
 from foredraft.backends.native.rotary import Rotary
 from foredraft.backends.native.tables import (
     NODE,
     SEQUENCE,
-    SLACK,
     Batch,
     Table,
     Workspace,
+    grown_workspace,
     padded,
     tables_of,
-    workspace_for,
 )
 from foredraft.backends.native.team import TORCH_THREADS, Team, physical_cores
 from foredraft.backends.native.twins import in_8_bits, sublayers
@@ -326,11 +325,8 @@ class NativeBackend(Backend):
 
     def _workspace(self, nodes: int, rows: int) -> Workspace:
         """Memory for this forward; it grows and is kept."""
-        have = self._work
-        if have is None or len(have.x) < nodes or have.scores.shape[2] < rows + SLACK:
-            most = max(nodes, len(have.x) if have else 0)
-            self._work = have = workspace_for(self._tables, most, max(2 * rows, FIRST_ROWS), self.team.threads)
-        return have
+        self._work = grown_workspace(self._work, self._tables, nodes, rows, self.team.threads)
+        return self._work
 
 
 def _cache(query: Query) -> NativeCache:

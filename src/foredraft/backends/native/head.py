@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.backends.native.cache import FIRST_ROWS, NativeCache
+from foredraft.backends.native.cache import NativeCache
 from foredraft.backends.native.head_forward import head_forward
 from foredraft.backends.native.kernels import Kernels
 from foredraft.backends.native.rotary import Rotary
@@ -17,16 +17,15 @@ from foredraft.backends.native.tables import (
     LINEAR,
     NODE,
     SEQUENCE,
-    SLACK,
     Batch,
     Table,
     Tables,
     Workspace,
     address,
+    grown_workspace,
     linear_row,
     padded,
     tables_of,
-    workspace_for,
 )
 from foredraft.backends.native.team import Team
 from foredraft.backends.native.weights import Floats, Linear, Weights
@@ -183,11 +182,11 @@ class NativeHead:
     def _room(self, batch: Batch) -> tuple[Workspace, _Room]:
         """Memory for these nodes; it grows and is kept."""
         nodes, rows = len(batch.nodes), int(batch.sequences["rows"][0])
-        if self._work is None or len(self._work[0].x) < nodes or self._work[0].scores.shape[2] < rows + SLACK:
-            most = max(nodes, len(self._work[0].x) if self._work else 0)
-            work = workspace_for(self._tables, most, max(2 * rows, FIRST_ROWS), self._team.threads)
-            wide = self.weights.layers, 1, 2
-            room = _Room(*(np.zeros((most, parts * work.x.shape[1]), dtype=np.float32) for parts in wide))
+        have = self._work[0] if self._work is not None else None
+        work = grown_workspace(have, self._tables, nodes, rows, self._team.threads)
+        if self._work is None or work is not have:
+            most, width = work.x.shape
+            room = _Room(*(np.zeros((most, parts * width), dtype=np.float32) for parts in (self.weights.layers, 1, 2)))
             self._work = work, room
         return self._work
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from foredraft.backends.native.cache import FIRST_ROWS
 from foredraft.backends.native.kernels import Kernels, most_mixed
 from foredraft.backends.native.weights import BLOCK, FORMATS, Floats, Linear, Weights
 
@@ -182,6 +183,14 @@ def workspace_for(tables: Tables, nodes: int, rows: int, threads: int) -> Worksp
         added=zeros(nodes, width),
         scores=zeros(threads, tables.kernels.shape[1] - 1, rows + SLACK),
     )
+
+
+def grown_workspace(have: Workspace | None, tables: Tables, nodes: int, rows: int, threads: int) -> Workspace:
+    """`have` if it has room for so many nodes, and for caches of so many rows; else a larger one."""
+    if have is not None and len(have.x) >= nodes and have.scores.shape[2] >= rows + SLACK:
+        return have
+    most = max(nodes, len(have.x) if have is not None else 0)
+    return workspace_for(tables, most, max(2 * rows, FIRST_ROWS), threads)
 
 
 class Batch(NamedTuple):
