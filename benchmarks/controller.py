@@ -47,9 +47,11 @@ class Clocked(Auto):
     def proposer(self, law: Law, source: RandomSource) -> AutoProposer:
         return _Clocked(self, [part.proposer(law, source) for part in self.parts])
 
-    def select(self, drafts: Sequence[Draft], context: int) -> list[Draft]:
+    def select(
+        self, drafts: Sequence[Draft], context: int, others: Sequence[Draft] = (), most: int | None = None
+    ) -> list[Draft]:
         started = perf_counter()
-        selected = super().select(drafts, context)
+        selected = super().select(drafts, context, others, most)
         self.decided_seconds += perf_counter() - started
         return selected
 

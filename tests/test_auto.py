@@ -56,8 +56,10 @@ class Random(Auto):
 
     dice = random.Random(0)
 
-    def select(self, drafts: Sequence[Draft], context: int) -> list[Draft]:
-        return [self._some(draft) for draft in super().select(drafts, context)]
+    def select(
+        self, drafts: Sequence[Draft], context: int, others: Sequence[Draft] = (), most: int | None = None
+    ) -> list[Draft]:
+        return [self._some(draft) for draft in super().select(drafts, context, others, most)]
 
     def _some(self, draft: Draft) -> Draft:
         share, kept = self.dice.random(), []

@@ -56,7 +56,7 @@ class PlantedBackend(Backend):
     def clock(self) -> float:
         return self.now
 
-    def new_cache(self) -> PlantedCache:
+    def new_cache(self, room: int = 0) -> PlantedCache:
         return PlantedCache()
 
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:

@@ -495,7 +495,7 @@ class FixedBackend(Backend):
     def __init__(self, vocab_size: int, logits: Callable[[tuple[int, ...]], Tensor]) -> None:
         self.vocab_size, self._logits = vocab_size, logits
 
-    def new_cache(self) -> FixedCache:
+    def new_cache(self, room: int = 0) -> FixedCache:
         return FixedCache()
 
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:

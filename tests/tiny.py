@@ -171,8 +171,14 @@ class CountingBackend(Backend):
         self.forwards = self.scored = self.prefilled = 0
         self.drafts: list[Draft] = []
 
-    def new_cache(self) -> KVCache:
-        return self.inner.new_cache()
+    def new_cache(self, room: int = 0) -> KVCache:
+        return self.inner.new_cache(room)
+
+    def copy(self, cache: KVCache, length: int, room: int = 0) -> KVCache:
+        return self.inner.copy(cache, length, room)
+
+    def kv_bytes(self, tokens: int) -> int:
+        return self.inner.kv_bytes(tokens)
 
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:
         self.prefilled += 1

@@ -10,7 +10,7 @@ from foredraft.errors import InvalidInputError
 def require(name: str, value: object, ok: bool, allowed: str) -> None:
     """Raise `InvalidInputError` unless `ok`, with the setting's name, its value and what is allowed."""
     if not ok:
-        raise InvalidInputError(f"{name} is {value!r}, but must be {allowed}.")
+        raise InvalidInputError(f"{name} is {value!r}, but must be {allowed}.", field=name)
 
 
 def is_integer(value: object) -> bool:

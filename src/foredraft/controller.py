@@ -64,22 +64,35 @@ class Controller:
         """R: tokens per second of the recent rounds, and never less than plain decoding would give."""
         return float(kernels.rate(self.book, self.plain_seconds(context)))
 
-    def choose(self, drafts: Sequence[Draft], context: int, draft_seconds: float = 0.0) -> Choice:
+    def choose(
+        self,
+        drafts: Sequence[Draft],
+        context: int,
+        draft_seconds: float = 0.0,
+        others: Sequence[Draft] = (),
+        most: int | None = None,
+    ) -> Choice:
         """Pick the nodes that pay, and count the round.
 
         Args:
             drafts: One for each sequence of the batch, with path probabilities as scores, the highest first.
             context: Tokens that are cached, of each about.
             draft_seconds: What drafting them took.
+            others: Drafts of the same forward that someone else decided.
+            most: Nodes of the forward, if there is a limit; drafts that must stay whole keep to it as they are.
         """
-        self._sequences = len(drafts)
+        self._sequences = len(drafts) + len(others)
         self._rounds += 1
         whole = [draft.q.count(None) < len(draft) for draft in drafts]
-        sizes = np.array([-len(d) if fixed else len(d) for d, fixed in zip(drafts, whole, strict=True)])
+        sizes = [-len(d) if fixed else len(d) for d, fixed in zip(drafts, whole, strict=True)]
+        kept = np.array(sizes + [-len(d) for d in others])
         scores = np.array([s for d, fixed in zip(drafts, whole, strict=True) if not fixed for s in d.scores])
-        seconds = self._seconds(context, sum(map(len, drafts)))
-        gain = kernels.choose(self.book, seconds, scores, sizes, draft_seconds)
-        return Choice(sizes.tolist(), gain)
+        total = sum(map(len, drafts)) + sum(map(len, others))
+        gain = kernels.choose(
+            self.book, self._seconds(context, total), scores, kept, draft_seconds, total if most is None else most
+        )
+        self.book["tokens"] += len(others)  # that is what they get at least
+        return Choice(kept[: len(drafts)].tolist(), gain)
 
     def draft_length(
         self, chances: Sequence[float], others: Sequence[tuple[float, int]], step: float, context: int

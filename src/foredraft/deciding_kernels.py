@@ -429,7 +429,7 @@ def _explored(book: Row, count: int, most: int) -> int:
 
 
 @entry
-def choose(books: Rows, seconds: Floats, scores: Floats, sizes: Ints, draft_seconds: float) -> Any:
+def choose(books: Rows, seconds: Floats, scores: Floats, sizes: Ints, draft_seconds: float, most: int) -> Any:
     """How many nodes of each draft are worth verifying, and count the round.
 
     Args:
@@ -438,6 +438,7 @@ def choose(books: Rows, seconds: Floats, scores: Floats, sizes: Ints, draft_seco
         scores: Of the drafts that may be cut, one after the other, each falling.
         sizes: Nodes of each draft, negative if it must stay whole; then how many are kept of it.
         draft_seconds: What drafting took.
+        most: Nodes that may be verified.
 
     Returns the tokens that these promise over a plain step, less what their verification costs.
     """
@@ -450,7 +451,7 @@ def choose(books: Rows, seconds: Floats, scores: Floats, sizes: Ints, draft_seco
         for _ in range(sizes[draft]):
             whose[at] = draft
             at += 1
-    order = _falling(scores)
+    order = _falling(scores)[: max(most - base, 0)]
     offered = scores[order]
     count, rate = _best_ratio(book, seconds, offered, base, draft_seconds)
     cost = rate * (seconds[base + count] - seconds[base] + count * book.accept_seconds)

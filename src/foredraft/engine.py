@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
+from typing import TypeVar
 
 from foredraft.acceptance import RULES, Draws, Rule
 from foredraft.backends.base import Backend, KVCache, Query
@@ -17,6 +19,7 @@ from foredraft.text import TextTokenizer
 from foredraft.types import Draft, Event
 
 MOST_DRAFT_TOKENS = 64
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Engine:
@@ -89,40 +92,73 @@ class Engine:
                     index, generation = waiting.popleft()
                     generation.start()
                     running[index] = generation
-                yield from self._round(running)
+                yield from play_round(running)
                 running = {index: g for index, g in running.items() if g.finish_reason is None}
 
-    def _round(self, running: dict[int, Generation]) -> Iterator[tuple[int, Event]]:
-        """One round of every running request. This is speculative decoding."""
-        drafts = self._select([g.propose() for g in running.values()], running)
 
-        started = perf_counter()
-        queries = [Query(g.cache, g.tokens[-1], draft) for g, draft in zip(running.values(), drafts, strict=True)]
-        scored = self.setup.backend.forward(queries)
-        verify_seconds = perf_counter() - started
-        self._note(queries, verify_seconds)
+def play_round(
+    running: Mapping[Key, Generation],
+    most: int | None = None,
+    guard: Callable[[Key], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> Iterator[tuple[Key, Event]]:
+    """One round of every running request. This is speculative decoding.
 
-        for (index, g), (_, root, draft), logits in zip(running.items(), queries, scored, strict=True):
-            started = perf_counter()
+    Args:
+        running: Requests over one backend; each may have a drafter and a rule of its own.
+        most: Drafted nodes of the forward, of all requests together; `None` is no limit.
+        guard: What is around each step that concerns one request alone. Whose step it lets fail is left out.
+
+    Yields:
+        The events of each request, with its key.
+    """
+    drafts: dict[Key, Draft] = {}
+    for key, g in running.items():
+        with guard(key):
+            drafts[key] = g.propose(most, len(running))
+    drafts = _select(drafts, running, most)
+
+    started = perf_counter()
+    queries = [Query(running[key].cache, running[key].tokens[-1], draft) for key, draft in drafts.items()]
+    scored = _backend(running).forward(queries) if queries else []
+    verify_seconds = perf_counter() - started
+    _note(running, queries, verify_seconds)
+
+    for key, (_, root, draft), logits in zip(drafts, queries, scored, strict=True):
+        with guard(key):
+            g, started = running[key], perf_counter()
             p = g.score(draft, logits)
             verdict = g.rule.decide(draft, p, g.source.at(len(g.tokens)))
             verdict, events = g.emit(verdict)
-            self.setup.backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
+            g.setup.backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
             accept_seconds = perf_counter() - started
             verification = Verification(draft, logits, root, accept_seconds)
             events += g.close_round(verification, verdict, verify_seconds, len(queries))
-            yield from ((index, event) for event in events)
+            yield from ((key, event) for event in events)
 
-    def _select(self, drafts: list[Draft], running: dict[int, Generation]) -> list[Draft]:
-        """What is worth verifying, for all requests together: one forward serves them all."""
-        drafter = self.setup.drafter
-        return drafter.select(drafts, _context([g.cache for g in running.values()])) if drafter is not None else drafts
 
-    def _note(self, queries: list[Query], seconds: float) -> None:
-        """Refine the measured costs by this forward."""
-        if self.setup.costs is not None:
-            rows = sum(len(query.draft) + 1 for query in queries)
-            self.setup.costs.note(rows, _context([query.cache for query in queries]), seconds, len(queries))
+def _select(drafts: dict[Key, Draft], running: Mapping[Key, Generation], most: int | None) -> dict[Key, Draft]:
+    """What is worth verifying, for all requests together: one forward serves them all."""
+    drafters = {id(g.setup.drafter): g.setup.drafter for g in running.values() if g.setup.drafter is not None}
+    for drafter in drafters.values():
+        own = [key for key in drafts if running[key].setup.drafter is drafter]
+        if own:
+            others = [draft for key, draft in drafts.items() if running[key].setup.drafter is not drafter]
+            context = _context([running[key].cache for key in own])
+            selected = drafter.select([drafts[key] for key in own], context, others, most)
+            drafts = {**drafts, **dict(zip(own, selected, strict=True))}
+    return drafts
+
+
+def _backend(running: Mapping[Key, Generation]) -> Backend:
+    return next(iter(running.values())).setup.backend
+
+
+def _note(running: Mapping[Key, Generation], queries: list[Query], seconds: float) -> None:
+    """Refine the measured costs by this forward."""
+    costs = next((g.setup.costs for g in running.values() if g.setup.costs is not None), None)
+    if costs is not None and queries:
+        rows = sum(len(query.draft) + 1 for query in queries)
+        costs.note(rows, _context([query.cache for query in queries]), seconds, len(queries))
 
 
 def _context(caches: Collection[KVCache]) -> int:

@@ -10,7 +10,16 @@ class ForedraftError(Exception):
 
 
 class InvalidInputError(ForedraftError, ValueError):
-    """A setting, prompt or tensor outside what is allowed. Also a `ValueError`."""
+    """A setting, prompt or tensor outside what is allowed. Also a `ValueError`.
+
+    Args:
+        message: What was given, what is allowed, what to do.
+        field: The name of the setting, if it is one.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ModelError(ForedraftError):

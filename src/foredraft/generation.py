@@ -100,14 +100,11 @@ class Generation:
 
     def __init__(self, request: Request, setup: Setup) -> None:
         params = request.params
-        self.tokens = checked_prompt(request.prompt, setup.backend)
+        self.tokens = check_request(request, setup)
         self._prompt_length = len(self.tokens)
         self._limit = len(self.tokens) + params.max_tokens
         if setup.backend.context is not None:
             self._limit = min(self._limit, setup.backend.context)
-        if (params.stop or params.bad_words) and setup.tokenizer is None:
-            raise InvalidInputError("Stop strings and bad words need a tokenizer, and there is none here.")
-        refuse_bias_beyond(setup.backend.vocab_size, params.logit_bias)
         seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
         self._settings = replace(params, seed=seed)
         self._halt = request.halt
@@ -126,7 +123,7 @@ class Generation:
             KeyedSource(seed) if self.rule.keyed else TorchSource(torch.Generator().manual_seed(seed))
         )
         self._text = TextStream(setup.tokenizer, params.stop) if setup.tokenizer is not None else None
-        self._setup = setup
+        self.setup = setup
         self.cache = request.cache or setup.backend.new_cache()
         self._proposer = setup.drafter.proposer(self.law, self.source) if setup.drafter is not None else None
         if self._proposer is not None:
@@ -143,20 +140,36 @@ class Generation:
 
     def start(self) -> None:
         """Cache the prompt but for its last token: that is the root of the first round, which drafts already."""
-        self._started = perf_counter()
-        count = len(self.tokens) - 1
-        while self.cache.length < count:
-            start = self.cache.length
-            self._setup.backend.prefill(self.cache, self.tokens[start : min(start + _PIECE, count)])
+        while not self.read(_PIECE):
+            pass
+
+    def read(self, most: int) -> bool:
+        """Cache up to so many more tokens of the prompt; returns whether that was all that `start` has to do."""
+        if not self._started:
+            self._started = perf_counter()
+        count, start = len(self.tokens) - 1, self.cache.length
+        if start < count:
+            self.setup.backend.prefill(self.cache, self.tokens[start : min(start + most, count)])
             if self._progress is not None:
                 self._progress(self.cache.length, count)
+        return self.cache.length >= count
 
-    def propose(self) -> Draft:
-        """A draft that leaves room for the token that every round adds."""
+    def propose(self, most: int | None = None, sequences: int = 1) -> Draft:
+        """A draft that leaves room for the token that every round adds.
+
+        Args:
+            most: Nodes of the forward, if there is a limit: drafters that decide share them out in `select`, the others
+                get each an equal part.
+            sequences: Of the forward.
+        """
         self._draft_cost = (0, 0.0)
         if self._proposer is None:
             return Draft()
-        budget = min(self._setup.draft_tokens, self._limit - len(self.tokens) - 1)
+        budget = min(self.setup.draft_tokens, self._limit - len(self.tokens) - 1)
+        if most is not None:
+            assert self.setup.drafter is not None
+            decides = self.setup.drafter.costs is not None
+            budget = min(budget, most if decides else most // sequences)
         started, forwards = perf_counter(), self._proposer.forwards
         draft = self._proposer.propose(self.tokens, budget)
         self._draft_cost = (self._proposer.forwards - forwards, perf_counter() - started)
@@ -254,7 +267,7 @@ class Generation:
         return RoundDetail(draft, verdict, verification.root, tuple(p), p_drawn)
 
     def _finish(self, reason: FinishReason, now: float) -> FinishEvent:
-        drafter = self._setup.drafter
+        drafter = self.setup.drafter
         self.cache.features.clear()  # who goes on with this cache may draft with another head
         held = "" if self._text is None or reason == "stop_string" else self._text.flush()
         completion = Completion(
@@ -269,7 +282,7 @@ class Generation:
                 seconds=now - self._started,
                 drafter=drafter.name if drafter is not None else "none",
                 rule=self.rule.name,
-                backend=self._setup.backend.name,
+                backend=self.setup.backend.name,
             ),
             warnings=self._warnings(),
             logprobs=tuple(self._logprobs) if self._settings.logprobs is not None else None,
@@ -277,7 +290,7 @@ class Generation:
         return FinishEvent(held, completion)
 
     def _warnings(self) -> tuple[str, ...]:
-        drafter, costs = self._setup.drafter, self._setup.costs
+        drafter, costs = self.setup.drafter, self.setup.costs
         found: list[str | None] = []
         if drafter is not None:
             plain = costs.seconds(1, self.cache.length) if costs is not None else None
@@ -286,6 +299,21 @@ class Generation:
         if self.rule.lossy:
             found.append(f"Rule '{self.rule.name}' is lossy: the model by itself would write another text.")
         return tuple(warning for warning in found if warning is not None)
+
+
+def check_request(request: Request, setup: Setup) -> list[int]:
+    """The tokens of a request's prompt, if it can run: what `Generation` refuses is refused here, at no cost.
+
+    Raises:
+        InvalidInputError: See `Generation`.
+    """
+    params = request.params
+    tokens = checked_prompt(request.prompt, setup.backend)
+    if (params.stop or params.bad_words) and setup.tokenizer is None:
+        raise InvalidInputError("Stop strings and bad words need a tokenizer, and there is none here.")
+    refuse_bias_beyond(setup.backend.vocab_size, params.logit_bias)
+    setup.rule_for(request.law.greedy if request.law is not None else params.greedy)
+    return tokens
 
 
 def checked_prompt(prompt: Sequence[int], backend: Backend) -> list[int]:

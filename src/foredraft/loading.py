@@ -179,6 +179,7 @@ class Loader:
         self._cache = Path(cache) if cache is not None else cache_folder()
         self._engine = engine or EngineChoice()
         self._notify = notify
+        self._costs: dict[Backend, Costs] = {}
 
     def model(self, reference: str) -> tuple[Backend, PreTrainedTokenizerBase, ModelFiles]:
         """The model that a reference names, its tokenizer, and where it lies."""
@@ -224,10 +225,15 @@ class Loader:
         return backend, read.tokenizer
 
     def costs(self, target: Backend, files: ModelFiles | None) -> Costs:
-        """What forwards of the target cost here: kept from before, else measured now, which takes about a second."""
+        """What forwards of the target cost here: kept from before, else measured now, which takes about a second.
+
+        All drafters for a target share it: what one learns of the machine is true for the others.
+        """
         from foredraft.calibration import costs_for
 
-        return costs_for(target, files, self._cache, notify=self._notify)
+        if target not in self._costs:
+            self._costs[target] = costs_for(target, files, self._cache, notify=self._notify)
+        return self._costs[target]
 
     def drafter(
         self,

@@ -142,7 +142,10 @@ class SamplingLaw:
 def refuse_bias_beyond(vocabulary: int, bias: Mapping[int, float]) -> None:
     """Raise `InvalidInputError` if `bias` names an id that does not exist."""
     if max(bias, default=-1) >= vocabulary:
-        raise InvalidInputError(f"logit_bias names token id {max(bias)}, but the last id is {vocabulary - 1}.")
+        last = vocabulary - 1
+        raise InvalidInputError(
+            f"logit_bias names token id {max(bias)}, but the last id is {last}.", field="logit_bias"
+        )
 
 
 def _add_bias(scores: Tensor, bias: Mapping[int, float]) -> Tensor:

@@ -139,8 +139,8 @@ class Backend(ABC):
     capabilities: Capabilities
 
     @abstractmethod
-    def new_cache(self) -> KVCache:
-        """An empty cache for one sequence."""
+    def new_cache(self, room: int = 0) -> KVCache:
+        """An empty cache for one sequence; it grows, and need not do so for the first `room` tokens."""
 
     @abstractmethod
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:
@@ -157,6 +157,14 @@ class Backend(ABC):
     @abstractmethod
     def truncate(self, cache: KVCache, length: int) -> None:
         """Forget committed tokens past the first `length`."""
+
+    def copy(self, cache: KVCache, length: int, room: int = 0) -> KVCache:
+        """A cache of its own with the first `length` committed tokens of another, and `room` as `new_cache` has it."""
+        raise NotImplementedError(f"backend '{self.name}' cannot copy caches")
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Memory for the keys and values of a sequence of so many tokens."""
+        raise NotImplementedError(f"backend '{self.name}' does not tell what its caches take")
 
     @contextmanager
     def running(self) -> Iterator[None]:

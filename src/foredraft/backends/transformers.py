@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,14 +54,19 @@ class TransformersCache(KVCache):
         """Number of committed tokens."""
         return self.kv.get_seq_length() - self.pending
 
+    def states(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, `[1, heads, rows, head_dim]`."""
+        for layer in self.kv.layers:
+            assert isinstance(layer, DynamicLayer)
+            assert isinstance(layer.keys, Tensor) and isinstance(layer.values, Tensor)
+            yield layer.keys, layer.values
+
     def gather(self, path: Sequence[int]) -> None:
         """Move the rows of these pending nodes up behind the root's."""
         first = self.length + 1
         rows = torch.tensor(path) + first
-        for layer in self.kv.layers:
-            assert isinstance(layer, DynamicLayer)
-            for states in (layer.keys, layer.values):  # [1, heads, rows, head_dim]
-                assert isinstance(states, Tensor)
+        for layer in self.states():
+            for states in layer:
                 states[..., first : first + len(path), :] = states[..., rows.to(states.device), :]
 
     def drop(self, rows: int) -> None:
@@ -119,10 +124,28 @@ class TransformersBackend(Backend):
         self.stop_tokens = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         self._cache_keyword = _cache_keywords(model)[0]
         self._splits: dict[int, Split] = {}
+        self._token_bytes: int | None = None
 
-    def new_cache(self) -> TransformersCache:
-        """An empty cache for one sequence; it gets a layer for each of the model's that writes to it."""
+    def new_cache(self, room: int = 0) -> TransformersCache:
+        """See `Backend`. It gets a layer for each of the model's that writes to it, and grows with every token."""
         return TransformersCache(DynamicCache())
+
+    @torch.inference_mode()
+    def copy(self, cache: KVCache, length: int, room: int = 0) -> TransformersCache:
+        """See `Backend`."""
+        assert isinstance(cache, TransformersCache) and length <= cache.length
+        fresh = self.new_cache(room)
+        for index, (keys, values) in enumerate(cache.states() if length else ()):
+            fresh.kv.update(keys[..., :length, :].clone(), values[..., :length, :].clone(), index)
+        return fresh
+
+    def kv_bytes(self, tokens: int) -> int:
+        """See `Backend`: as one token's turn out to be."""
+        if self._token_bytes is None:
+            cache = self.new_cache()
+            self.prefill(cache, [0])
+            self._token_bytes = sum(keys.nbytes + values.nbytes for keys, values in cache.states())
+        return tokens * self._token_bytes
 
     @torch.inference_mode()
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:

@@ -92,9 +92,11 @@ class Auto(Joint):
         """Without trees it drafts the likeliest path alone."""
         self.trees = trees
 
-    def select(self, drafts: Sequence[Draft], context: int) -> list[Draft]:
+    def select(
+        self, drafts: Sequence[Draft], context: int, others: Sequence[Draft] = (), most: int | None = None
+    ) -> list[Draft]:
         """The nodes that pay, of all sequences together."""
-        choice = self.controller.choose(drafts, context, self._draft_seconds)
+        choice = self.controller.choose(drafts, context, self._draft_seconds, others, most)
         self._draft_seconds = 0.0
         self.rounds += 1
         self.plain_rounds += not any(choice.kept)

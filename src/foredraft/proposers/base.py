@@ -130,12 +130,17 @@ class Drafter(ABC):
             ModelError: It cannot be read, is damaged, or was learned for another target.
         """
 
-    def select(self, drafts: Sequence[Draft], context: int) -> list[Draft]:
-        """What is verified of the drafts of one round, which are those of all running sequences.
+    def select(
+        self, drafts: Sequence[Draft], context: int, others: Sequence[Draft] = (), most: int | None = None
+    ) -> list[Draft]:
+        """What is verified of the drafts of one round, which are those of all its running sequences.
 
         Args:
             drafts: What the proposers proposed.
             context: Tokens that are cached, of each sequence about.
+            others: What is verified for sequences of other drafters in the same forward.
+            most: Nodes of the forward, if there is a limit. Only who decides needs to keep to it here: of all others
+                each sequence was asked for no more than its share.
         """
         return list(drafts)
 

@@ -37,7 +37,7 @@ def compile_kernels() -> None:
     counts, turns, drafted = calibration.counts, new_turns(arms), np.zeros(0, dtype=kernels.DRAFTED)
     kernels.begin(arms, turns, counts, counts, nodes, 0, 0, books, 1.0, 0, text)
     kernels.join(np.zeros((1, 1), dtype=OFFER), turns, 0, counts, counts, nodes, 0, drafted, True)
-    kernels.choose(books, np.ones(1), np.zeros(0), np.zeros(1, dtype=int), 0.0)
+    kernels.choose(books, np.ones(1), np.zeros(0), np.zeros(1, dtype=int), 0.0, 0)
     kernels.settle(arms, turns, books, 1.0, drafted, path, 0, 1, 0.0, 0.0)
     kernels.count_verified(counts, drafted, path)
 

@@ -74,18 +74,16 @@ class Limits:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("sequences", "prefill"):
+        for name in ("sequences", "prefill", "waiting"):
             value = getattr(self, name)
             require(name, value, is_integer(value) and value >= 1, "an integer >= 1")
-        for name in ("nodes", "waiting"):
-            value = getattr(self, name)
-            require(name, value, is_integer(value) and value >= 0, "an integer >= 0")
+        require("nodes", self.nodes, is_integer(self.nodes) and self.nodes >= 0, "an integer >= 0")
         good = self.kv_bytes is None or (is_integer(self.kv_bytes) and self.kv_bytes >= 1)
         require("kv_bytes", self.kv_bytes, good, "a number of bytes >= 1, or None")
         require("timeout", self.timeout, is_number(self.timeout) and self.timeout > 0, "a number of seconds > 0")
 
 
-class Refusal(ForedraftError):
+class Refusal(ForedraftError):  # noqa: N818  (what is refused says so by its own name)
     """The server does not answer, though the ask is right. `status` is HTTP's."""
 
     status = 503

@@ -108,11 +108,28 @@ class NativeBackend(Backend):
         self._rotary = Rotary(weights.inverse_frequencies, weights.rotary_scale)
         self._no_tap = Tap([], np.full(measures.layers, -1), np.empty((0, 0, 0), dtype=np.float32))
 
-    def new_cache(self) -> NativeCache:
-        """An empty cache for one sequence."""
+    def new_cache(self, room: int = 0) -> NativeCache:
+        """See `Backend`."""
         measures = self.weights.measures
         width, lanes = padded(measures.head_dim), self._kernels.cpu.lanes
-        return NativeCache(measures.layers, measures.kv_heads, width, lanes, self.kv_format)
+        cache = NativeCache(measures.layers, measures.kv_heads, width, lanes, self.kv_format)
+        if room:
+            cache.reserve(room)
+        return cache
+
+    def copy(self, cache: KVCache, length: int, room: int = 0) -> NativeCache:
+        """See `Backend`."""
+        assert isinstance(cache, NativeCache) and length <= cache.committed
+        fresh = self.new_cache(max(room, length))
+        fresh.take(cache, length)
+        return fresh
+
+    def kv_bytes(self, tokens: int) -> int:
+        """See `Backend`. Of rows that were never written the system has given no memory yet."""
+        empty = self.new_cache()
+        rows = empty.blocks(tokens) * self._kernels.cpu.lanes
+        one = empty.values.shape[0] * empty.values.shape[1] * empty.values.shape[3] * empty.values.itemsize
+        return 2 * rows * int(one)
 
     def prefill(self, cache: KVCache, tokens: Sequence[int]) -> None:
         """Append tokens to the cache without scoring them. In which pieces makes no difference to its bits."""

@@ -53,10 +53,20 @@ class NativeCache(KVCache):
     def reserve(self, rows: int) -> None:
         """Make room for so many rows in all."""
         if rows > self.capacity:
-            lanes = self.keys.shape[-1]
-            blocks = -(-max(rows, 2 * self.capacity, FIRST_ROWS) // lanes)
+            blocks = self.blocks(max(rows, 2 * self.capacity))
             self.keys = _grown(self.keys, blocks)
-            self.values = _grown(self.values, blocks * lanes)
+            self.values = _grown(self.values, blocks * self.keys.shape[-1])
+
+    def blocks(self, rows: int) -> int:
+        """Blocks of keys that so many rows take at least."""
+        return -(-max(rows, FIRST_ROWS) // int(self.keys.shape[-1]))
+
+    def take(self, other: NativeCache, length: int) -> None:
+        """Copy the first `length` rows of another cache, for which there is room, and forget all else."""
+        blocks = -(-length // self.keys.shape[-1])
+        self.keys[:, :, :blocks] = other.keys[:, :, :blocks]
+        self.values[:, :, :length] = other.values[:, :, :length]
+        self.committed = length
 
     def keep(self, path: Sequence[int]) -> None:
         """Commit the root and these nodes."""
