@@ -100,8 +100,10 @@ def serve(
     ] = 30.0,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="Let in only who sends this key; repeatable. Others can see it: a file is better.",
-                     rich_help_panel=_ACCESS),
+        typer.Option(
+            help="Let in only who sends this key; repeatable. Others can see it: a file is better.",
+            rich_help_panel=_ACCESS,
+        ),
     ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with such keys, one a line.", rich_help_panel=_ACCESS)
@@ -234,6 +236,6 @@ def _require_packages() -> None:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise UnsupportedError(
-            f'The server needs {", ".join(missing)}, which {"is" if len(missing) == 1 else "are"} not installed: '
+            f"The server needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
             'pip install "foredraft[serve]"'
         )

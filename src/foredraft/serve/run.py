@@ -75,7 +75,7 @@ def serve(
     Raises:
         InvalidInputError: Another program took the address since it was bound.
     """
-    AppStatus.disable_automatic_graceful_drain()  # streams end when their answers do
+    AppStatus.enable_automatic_graceful_drain = False  # streams end when their answers do
     config = uvicorn.Config(
         app,
         log_config=None,
