@@ -229,7 +229,8 @@ def _log(log_format: LogFormat, verbose: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(FORMATTERS[log_format]())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("foredraft").setLevel(logging.DEBUG if verbose else logging.INFO)
+    logging.getLogger("foredraft").setLevel(logging.INFO if verbose else logging.WARNING)
+    logging.getLogger("foredraft.serve").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 def _require_packages() -> None:

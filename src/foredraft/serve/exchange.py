@@ -88,10 +88,10 @@ class Exchange:
         try:
             async for index, event in self._events():
                 for chunk in self._told.add(index, event):
-                    yield json.dumps(chunk)
+                    yield _line(chunk)
             figures = self._finish()
             if self._order.include_usage:
-                yield json.dumps(self._told.last_chunk(figures))
+                yield _line(self._told.last_chunk(figures))
         except (asyncio.CancelledError, GeneratorExit):
             self._record.outcome = self._record.outcome or "cancelled"
             raise
@@ -100,7 +100,7 @@ class Exchange:
             if found.code == "internal":
                 logger.exception("stream failed", extra={"fields": {"id": self._record.id}})
             self._record.outcome = found.code
-            yield json.dumps(found.body)
+            yield _line(found.body)
         finally:
             self.cancel()
         yield "[DONE]"
@@ -196,6 +196,11 @@ class _Stream(EventSourceResponse):
             logger.warning("dropped a client that reads nothing", extra={"fields": {"id": record.id}})
         finally:
             self._exchange.cancel()
+
+
+def _line(chunk: dict[str, Any]) -> str:
+    """JSON in one line of ASCII: some clients take other characters for line ends."""
+    return json.dumps(chunk, separators=(",", ":"))
 
 
 async def _disconnected(request: Request) -> None:
