@@ -43,7 +43,7 @@ _ADDRESS, _DRAFTING, _LIMITS, _ACCESS, _LOG, _ENGINE = (
     "Log",
     "Engine",
 )
-_PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "xgrammar")
+_PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
 
 
 def serve(
@@ -189,6 +189,7 @@ def _run(methods: Methods, limits: Limits, settings: ServerSettings, listener: s
             echo("Warning: other machines can connect, and no API key is asked for: see --api-key-file.")
         echo(f"Stop with Ctrl+C: running requests then have {grace:g} s to finish, a second Ctrl+C stops at once.")
 
+    worker: Worker  # tells the metrics what happens, and they ask it how it is
     metrics = Metrics(
         lambda: worker.status(),
         lambda: worker.plain_tokens_per_second(),

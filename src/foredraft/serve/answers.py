@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from foredraft import __version__
 from foredraft.serve.figures import Figures, trace, usage
-from foredraft.serve.interfaces import ToolReader
 from foredraft.serve.orders import Order
 from foredraft.serve.token_texts import TokenTexts
+from foredraft.serve.tool_reader import ToolDelta, ToolReader
 from foredraft.types import Completion, Event, FinishEvent, RoundEvent, TokenEvent
 
 _IMPOSSIBLE = -9999.0  # OpenAI's log-probability of what cannot be: JSON has no infinity
@@ -63,19 +63,16 @@ class Choice:
             found += self.reader.finish()
         return [self._delta(each) for each in found]
 
-    def _delta(self, found: Any) -> dict[str, Any]:
-        content = found if isinstance(found, str) else getattr(found, "content", None)
-        if content is not None:
-            return {"content": content}
-        call: dict[str, Any] = {"index": found.index}
+    def _delta(self, found: ToolDelta) -> dict[str, Any]:
+        if found.call is None:
+            return {"content": found.content}
+        call: dict[str, Any] = {"index": found.call, "function": {"arguments": found.arguments}}
         if found.id is not None:
             call |= {"id": found.id, "type": "function"}
-        call["function"] = {} if found.name is None else {"name": found.name}
-        call["function"]["arguments"] = found.arguments or ""
-        whole = self.calls.setdefault(found.index, {"id": None, "type": "function", "function": {"arguments": ""}})
-        whole["id"] = call.get("id", whole["id"])
-        whole["function"] |= {k: v for k, v in call["function"].items() if k != "arguments"}
-        whole["function"]["arguments"] += call["function"]["arguments"]
+            call["function"]["name"] = found.name
+            function = {"name": found.name, "arguments": ""}
+            self.calls[found.call] = {"id": found.id, "type": "function", "function": function}
+        self.calls[found.call]["function"]["arguments"] += found.arguments
         return {"tool_calls": [call]}
 
     @property

@@ -7,8 +7,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from foredraft.serve.interfaces import ToolCalls
 from foredraft.serve.problems import bad, nearest
+from foredraft.serve.tools import Tool, ToolCalls
 from foredraft.serve.wire import ChatRequest, Message, NamedTool
 
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
@@ -61,25 +61,19 @@ def tool_calls(body: ChatRequest) -> ToolCalls | None:
         raise bad("tool_choice", "tool_choice needs tools.")
     if not body.tools and not any(message.role == "tool" or message.tool_calls for message in body.messages):
         return None
-    from foredraft.serve.tools import Tool  # type: ignore[import-not-found,unused-ignore]
-    from foredraft.serve.tools import ToolCalls as Made
-
     functions = [tool.function for tool in body.tools or ()]
     tools = [
         Tool(
             name=function.name,
             description=function.description or "",
             parameters=function.parameters or {"type": "object", "properties": {}},
-            strict=function.strict is not False,
+            strict=bool(function.strict),
         )
         for function in functions
     ]
-    named = isinstance(body.tool_choice, NamedTool)
     choice = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else body.tool_choice
-    if named and choice not in [function.name for function in functions]:
-        hint = nearest(str(choice), [function.name for function in functions])
+    names = [function.name for function in functions]
+    if isinstance(body.tool_choice, NamedTool) and choice not in names:
+        hint = nearest(str(choice), names)
         raise bad("tool_choice.function.name", f"tool_choice names '{choice}', which is not among the tools.{hint}")
-    made: ToolCalls = Made(
-        tools, choice or ("auto" if tools else "none"), parallel=body.parallel_tool_calls is not False
-    )
-    return made
+    return ToolCalls(tools, choice or ("auto" if tools else "none"), parallel=body.parallel_tool_calls is not False)

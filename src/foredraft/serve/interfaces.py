@@ -1,11 +1,11 @@
-"""What the HTTP side needs of the worker, of grammars and of tools: signatures alone, so that tests can stand in."""
+"""What the HTTP side needs of the worker: signatures alone, so that tests can stand in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
-from foredraft.serve.asks import Answer, Ask, Grammar, Limits, Status
+from foredraft.serve.asks import Answer, Ask, Limits, Status
 
 if TYPE_CHECKING:
     from foredraft.api import Model
@@ -75,50 +75,4 @@ class Worker(Protocol):
 
     def close(self) -> None:
         """End its thread."""
-        ...
-
-
-class Grammars(Protocol):
-    """Makes grammars for the model's tokens."""
-
-    def json_object(self) -> Grammar:
-        """Any JSON object."""
-        ...
-
-    def json_schema(self, schema: Mapping[str, Any], *, strict: bool = True) -> Grammar:
-        """What fits the schema.
-
-        Raises:
-            InvalidInputError: The schema is wrong, or says what is not supported.
-        """
-        ...
-
-
-class ToolReader(Protocol):
-    """Parts the text of an answer into what is said and what is called."""
-
-    def push(self, text: str) -> Sequence[Any]:
-        """What this piece sets free: strings of content, and pieces of calls."""
-        ...
-
-    def finish(self) -> Sequence[Any]:
-        """What was held back, when no more comes."""
-        ...
-
-
-class ToolCalls(Protocol):
-    """The tools of a request."""
-
-    def messages(
-        self, messages: Sequence[dict[str, Any]], template: str | None
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages for the chat template, and its `tools`."""
-        ...
-
-    def grammar(self, grammars: Any) -> Grammar | None:
-        """What the answer must belong to."""
-        ...
-
-    def reader(self) -> ToolReader:
-        """A new one, for one answer."""
         ...

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.loading import stop_tokens
 from foredraft.serve.asks import Ask, Grammar
 from foredraft.serve.conversation import rendered, tool_calls
-from foredraft.serve.interfaces import Grammars, ToolCalls, Worker
+from foredraft.serve.interfaces import Worker
 from foredraft.serve.problems import ApiError, bad
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.wire import (
@@ -20,6 +20,10 @@ from foredraft.serve.wire import (
     Steering,
 )
 from foredraft.types import SamplingParams
+
+if TYPE_CHECKING:
+    from foredraft.serve.grammar import Grammars
+    from foredraft.serve.tools import ToolCalls
 
 _SEEDS = 2**63 - 128  # OpenAI allows negative ones; answer i has seed + i, which must fit too
 _MOST_CHOICES = 128
@@ -80,10 +84,9 @@ class OrderDesk:
     @cached_property
     def grammars(self) -> Grammars:
         """Made when the first request needs one: importing the library takes a moment."""
-        from foredraft.serve.grammar import Grammars as Made  # type: ignore[import-not-found,unused-ignore]
+        from foredraft.serve.grammar import Grammars
 
-        made: Grammars = Made(self._model.tokenizer, self._model.backend.vocab_size, self.stop_tokens)
-        return made
+        return Grammars(self._model.tokenizer, self._model.backend.vocab_size, self.stop_tokens)
 
     def chat(self, body: ChatRequest, headers: Mapping[str, str], user: str) -> Order:
         """The order of a chat request.
