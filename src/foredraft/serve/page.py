@@ -12,7 +12,7 @@ from importlib.resources import files
 @cache
 def page() -> str:
     """The page as HTML. It needs no other file, and asks nobody but the server that it came from."""
-    return files("foredraft.serve").joinpath("page", "index.html").read_text(encoding="utf-8")
+    return (files("foredraft.serve") / "page" / "index.html").read_text(encoding="utf-8")
 
 
 @cache
