@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+import uvicorn
+from fastapi import FastAPI
 
 from foredraft.api import Model
 from foredraft.engine import Engine
@@ -13,6 +17,7 @@ from foredraft.errors import InvalidInputError
 from foredraft.generation import Generation, Request
 from foredraft.loading import stop_tokens
 from foredraft.serve.asks import Ask, Limits, Status
+from foredraft.serve.run import address, bind
 from foredraft.types import Event
 
 
@@ -86,9 +91,7 @@ class FakeWorker:
         if self.refuse is not None:
             raise self.refuse
         if ask.drafter is not None and ask.drafter not in self.methods.drafters:
-            error = InvalidInputError(f"drafter is '{ask.drafter}', but must be one of {self.methods.drafters}.")
-            error.field = "drafter"  # type: ignore[attr-defined]
-            raise error
+            raise InvalidInputError(f"This server has no drafter '{ask.drafter}'.", field="drafter")
         model, drafter = self.model, self.model.drafter
         engine = Engine(
             model.backend,
@@ -118,3 +121,26 @@ class FakeWorker:
 
     def close(self) -> None:
         self.state = "closed"
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """The app at a free port of this machine, in a thread; its address."""
+    listener = bind("127.0.0.1", 0)
+    ready = threading.Event()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: object = None) -> None:
+            await super().startup(sockets=[listener])
+            ready.set()
+
+    server = Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield address(listener)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        listener.close()
