@@ -7,9 +7,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from foredraft.errors import InvalidInputError
 from foredraft.serve.problems import bad, nearest
 from foredraft.serve.tools import Tool, ToolCalls
-from foredraft.serve.wire import ChatRequest, Message, NamedTool
+from foredraft.serve.wire import AssistantMessage, ChatRequest, FunctionDefinition, Message, NamedTool, ToolMessage
 
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
@@ -36,22 +37,17 @@ def rendered(tokenizer: Any, messages: Sequence[Message], tools: ToolCalls | Non
 def _plain(message: Message, path: str) -> dict[str, Any]:
     """A message for the chat template. `developer` is what templates know as `system`."""
     role = "system" if message.role == "developer" else message.role
-    if message.content is None and not message.tool_calls:
-        raise bad(f"{path}.content", f"{path}.content is missing.", "missing_required_parameter")
-    if message.tool_calls and role != "assistant":
-        raise bad(
-            f"{path}.tool_calls",
-            f"{path}.tool_calls belongs to messages of the assistant, but the role is '{message.role}'.",
-        )
-    if role == "tool" and not message.tool_call_id:
-        raise bad(f"{path}.tool_call_id", f"{path}.tool_call_id is missing.", "missing_required_parameter")
     plain: dict[str, Any] = {"role": role, "content": message.text}
     if message.name is not None:
         plain["name"] = message.name
-    if message.tool_call_id is not None:
+    if isinstance(message, ToolMessage):
         plain["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        plain["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+    if isinstance(message, AssistantMessage):
+        if message.tool_calls:
+            plain["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+        elif message.content is None:
+            missing = f"{path} has no content and no tool_calls: give one of them."
+            raise bad(f"{path}.content", missing, "missing_required_parameter")
     return plain
 
 
@@ -59,21 +55,31 @@ def tool_calls(body: ChatRequest) -> ToolCalls | None:
     """The request's tools; also where only the history has calls, which not every chat template knows."""
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise bad("tool_choice", "tool_choice needs tools.")
-    if not body.tools and not any(message.role == "tool" or message.tool_calls for message in body.messages):
+    if not body.tools and not any(_is_about_tools(message) for message in body.messages):
         return None
     functions = [tool.function for tool in body.tools or ()]
-    tools = [
-        Tool(
-            name=function.name,
-            description=function.description or "",
-            parameters=function.parameters or {"type": "object", "properties": {}},
-            strict=bool(function.strict),
-        )
-        for function in functions
-    ]
     choice = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else body.tool_choice
     names = [function.name for function in functions]
     if isinstance(body.tool_choice, NamedTool) and choice not in names:
         hint = nearest(str(choice), names)
         raise bad("tool_choice.function.name", f"tool_choice names '{choice}', which is not among the tools.{hint}")
-    return ToolCalls(tools, choice or ("auto" if tools else "none"), parallel=body.parallel_tool_calls is not False)
+    try:
+        tools = [_tool(function) for function in functions]
+        default = "auto" if tools else "none"
+        return ToolCalls(tools, choice or default, parallel=body.parallel_tool_calls is not False)
+    except InvalidInputError as error:
+        raise bad("tools", str(error)) from error
+
+
+def _tool(function: FunctionDefinition) -> Tool:
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    return Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters=parameters,
+        strict=bool(function.strict),
+    )
+
+
+def _is_about_tools(message: Message) -> bool:
+    return isinstance(message, ToolMessage) or (isinstance(message, AssistantMessage) and bool(message.tool_calls))

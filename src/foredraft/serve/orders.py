@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from foredraft.errors import InvalidInputError
 from foredraft.loading import stop_tokens
 from foredraft.serve.asks import Ask, Grammar
 from foredraft.serve.conversation import rendered, tool_calls
@@ -157,8 +158,6 @@ class OrderDesk:
             )
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
-        if not prompt:
-            raise bad("prompt", "prompt is empty: give some text.")
         if isinstance(prompt, str):
             return self._model.encode(prompt, chat=False)
         last = self._model.backend.vocab_size - 1
@@ -224,18 +223,24 @@ class OrderDesk:
 
     def _grammar(self, body: ChatRequest, tools: ToolCalls | None) -> Grammar | None:
         form = body.response_format
-        if form is not None and form.type != "text":
-            if _may_call(body):
-                raise bad(
-                    "response_format",
-                    "response_format and tools together are not supported: leave one out, or set tool_choice 'none'.",
-                    "unsupported_parameter",
+        constrained = form is not None and form.type != "text"
+        if constrained and _may_call(body):
+            raise bad(
+                "response_format",
+                "response_format and tools together are not supported: leave one out, or set tool_choice 'none'.",
+                "unsupported_parameter",
+            )
+        param = "response_format.json_schema.schema" if constrained else "tools"
+        try:
+            if form is not None and form.json_schema is not None:
+                return self.grammars.json_schema(
+                    form.json_schema.definition, strict=form.json_schema.strict is not False
                 )
-            schema = form.json_schema
-            if schema is None:
+            if constrained:
                 return self.grammars.json_object()
-            return self.grammars.json_schema(schema.definition, strict=schema.strict is not False)
-        return tools.grammar(self.grammars) if tools is not None and _may_call(body) else None
+            return tools.grammar(self.grammars) if tools is not None and _may_call(body) else None
+        except InvalidInputError as error:
+            raise bad(param, str(error)) from error
 
     def _order(
         self,
@@ -287,8 +292,6 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
     """One or several prompts, each text or token ids."""
     if isinstance(prompt, str):
         return [prompt]
-    if not prompt:
-        raise bad("prompt", "prompt is empty: give some text.")
     several: list[str | list[int]] = [each for each in prompt if isinstance(each, (str, list))]
     return several or [[token for token in prompt if isinstance(token, int)]]
 

@@ -88,29 +88,38 @@ def problem(error: Exception, request_id: str) -> ApiError:
 def invalid_body(error: ValidationError, body: object) -> ApiError:
     """The first thing that is wrong with a body; alternatives of one place are told together."""
     found = error.errors(include_url=False)
-    path, value = locate(found[0]["loc"], body)
     first = found[0]
-    if first["type"] == "unknown_field":
-        context = first["ctx"]
+    kind, context = first["type"], first.get("ctx", {})
+    path, value = locate(first["loc"], body, missing=kind == "missing")
+    if kind == "unknown_field":
         path = f"{path}.{context['name']}" if path else str(context["name"])
-        return ApiError(400, f"{path} {first['msg']}", param=path, code="unknown_parameter")
-    if first["type"] == "missing":
-        return ApiError(400, f"{path} is missing.", param=path, code="missing_required_parameter")
-    if first["type"] == "refused":
-        return ApiError(400, f"{path} {first['msg']}", param=path, code="unsupported_parameter")
+        return bad(path, f"{path} {first['msg']}", "unknown_parameter")
+    if kind == "missing" or kind == "union_tag_not_found":
+        path = path if kind == "missing" else f"{path}.{_tag(context)}"
+        return bad(path, f"{path} is missing.", "missing_required_parameter")
+    if kind == "refused":
+        return bad(path, f"{path} {first['msg']}", "unsupported_parameter")
+    if kind == "union_tag_invalid":
+        path, shown = f"{path}.{_tag(context)}", _shown(context["tag"])
+        return bad(path, f"{path} is {shown}, but must be one of {context['expected_tags']}.")
     rules = [_rule(each) for each in found if locate(each["loc"], body)[0] == path]
     message = f"{path or 'The body'} is {_shown(value)}, but must {' or '.join(dict.fromkeys(rules))}."
-    return ApiError(400, message, param=path or None, code="invalid_value")
+    return bad(path or None, message)
 
 
-def locate(location: Sequence[int | str], body: object) -> tuple[str, object]:
+def _tag(context: Mapping[str, Any]) -> str:
+    return str(context["discriminator"]).strip("'")
+
+
+def locate(location: Sequence[int | str], body: object, *, missing: bool = False) -> tuple[str, object]:
     """The path of a place in the body, as clients write it, and what is there.
 
-    pydantic's own paths also name the alternative that it tried; only what the body has, or lacks, counts.
+    pydantic's own paths also name the alternative that it tried; only what the body has counts, and with `missing` the
+    last name, which it has not.
     """
     path, value = "", body
     for number, key in enumerate(location):
-        if isinstance(value, Mapping) and (key in value or number == len(location) - 1):
+        if isinstance(value, Mapping) and (key in value or (missing and number == len(location) - 1)):
             path, value = (f"{path}.{key}" if path else str(key)), value.get(key)
         elif isinstance(value, list) and isinstance(key, int) and 0 <= key < len(value):
             path, value = f"{path}[{key}]", value[key]
@@ -132,6 +141,8 @@ def _rule(error: Mapping[str, Any]) -> str:
         return f"have at least {context['min_length']} of them"
     if error["type"] == "too_long":
         return f"have at most {context['max_length']} of them"
+    if error["type"] == "string_pattern_mismatch":
+        return f"match {context['pattern']}"
     message: str = error["msg"]
     return message.removeprefix("Value error, ").removeprefix("Input should ")
 

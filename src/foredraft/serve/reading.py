@@ -15,6 +15,7 @@ from foredraft.serve.wire import T
 
 _DEEPEST = 64  # levels of lists and objects
 _LONGEST_NUMBER = 40  # digits; what is longer is no setting, and slow to read
+_EXACT = 2**53  # below this floats have all whole numbers
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -83,10 +84,11 @@ def _integer(text: str) -> int:
 
 
 def _float(text: str) -> float:
+    # JSON does not tell 2.0 from 2: what must be whole may be written so.
     value = float(text)
     if not math.isfinite(value):
         raise _invalid(f"the number {text[:_LONGEST_NUMBER]} is too large")
-    return value
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
 
 def _no_number(text: str) -> NoReturn:

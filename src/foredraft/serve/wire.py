@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from foredraft.serve.problems import nearest
 
 _MOST_CHOICES = 128
+_LONGEST_NAME = 80  # of what is shown
 
 
 class Body(BaseModel):
@@ -34,7 +35,9 @@ class Body(BaseModel):
             unknown = next((name for name in value if name not in known), None)
             if unknown is not None:
                 message = "is not known here.{hint}"
-                raise PydanticCustomError("unknown_field", message, {"name": unknown, "hint": nearest(unknown, known)})
+                raise PydanticCustomError(
+                    "unknown_field", message, {"name": unknown[:_LONGEST_NAME], "hint": nearest(unknown, known)}
+                )
         return value
 
 
@@ -58,7 +61,7 @@ def one_of_several(allowed: str) -> WrapValidator:
         try:
             return handler(value)
         except ValidationError:
-            raise ValueError(f"be {allowed}") from None
+            raise ValueError(allowed) from None
 
     return WrapValidator(check)
 
@@ -96,31 +99,57 @@ class CalledTool(Body):
 
 
 Content = Annotated[
-    str | list[TextPart] | None,
-    one_of_several('a string, or a list of {"type": "text", "text": "…"}'),
+    str | list[TextPart],
+    one_of_several('be a string, or a list of {"type": "text", "text": "…"}'),
     BeforeValidator(_text_only),
 ]
 
 
-class Message(Body):
-    """One message of the conversation."""
+class _Said(Body):
+    """What all messages have."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
+    content: Content
     name: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The content as one string; parts are paragraphs."""
+        content: str | list[TextPart] | None = self.content
+        return "\n".join(part.text for part in content) if isinstance(content, list) else content
+
+
+class SystemMessage(_Said):
+    """What the model is told to be."""
+
+    role: Literal["system", "developer"]
+
+
+class UserMessage(_Said):
+    """What is asked."""
+
+    role: Literal["user"]
+
+
+class AssistantMessage(_Said):
+    """An earlier answer. It has content, or calls tools, or both."""
+
+    role: Literal["assistant"]
+    content: Content | None = None  # type: ignore[assignment]
     tool_calls: list[CalledTool] | None = None
-    tool_call_id: str | None = None
     refusal: str | None = None
     annotations: Any = None
     audio: refused("is not supported: the model reads text only.") = None  # type: ignore[valid-type]
     function_call: refused("is not supported: use tool_calls.") = None  # type: ignore[valid-type]
 
-    @property
-    def text(self) -> str | None:
-        """The content as one string; parts are paragraphs."""
-        if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
-        return self.content
+
+class ToolMessage(_Said):
+    """What a called tool returned."""
+
+    role: Literal["tool"]
+    tool_call_id: str
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class StreamOptions(Body):
@@ -135,7 +164,7 @@ class Steering(Body):
 
     drafter: str | None = Field(None, description="One of the server's drafters; `none` is plain decoding.")
     budget: Annotated[
-        Annotated[int, Field(ge=0, le=64)] | Literal["off"] | None, one_of_several("0 to 64, or 'off'")
+        Annotated[int, Field(ge=0, le=64)] | Literal["off"] | None, one_of_several("be 0 to 64, or 'off'")
     ] = Field(None, description="Most tokens of a draft; 0 or `off` is plain decoding.")
     rule: str | None = Field(None, description="Acceptance rule.")
     trace: bool | None = Field(None, description="Whether stream chunks tell origins and drafts.")
@@ -145,7 +174,7 @@ class Steering(Body):
 class FunctionDefinition(Body):
     """A function that the model may call."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -212,13 +241,16 @@ class Sampling(Body):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Bias] | None = None
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Bias] | None,
+        one_of_several("have token ids in strings as keys, and numbers in [-100, 100] as values"),
+    ] = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[
         Annotated[str, Field(min_length=1)]
         | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=4)]
         | None,
-        one_of_several("a string or up to 4 strings, none of them empty"),
+        one_of_several("be a string or up to 4 strings, none of them empty"),
     ] = None
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     max_tokens: Count | None = None
@@ -251,7 +283,7 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[
         Annotated[list[Literal["text"]], Field(min_length=1)] | None,
-        one_of_several("['text']: the model writes text only"),
+        one_of_several("be ['text']: the model writes text only"),
     ] = None
     audio: refused("is not supported: the model writes text only.") = None  # type: ignore[valid-type]
     functions: refused("is not supported: use tools.") = None  # type: ignore[valid-type]
@@ -262,9 +294,12 @@ class ChatRequest(Sampling):
     verbosity: Any = None
 
 
+Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
 Prompt = Annotated[
-    str | list[str] | list[Token] | list[list[Token]], one_of_several("a string, token ids, or a list of either")
+    Text | Tokens | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)],
+    one_of_several("be a string, token ids, or a list of either, and nothing of it empty"),
 ]
 
 
