@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from foredraft.api import Model
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import InvalidInputError, ModelError
 from foredraft.proposers.ngram import NGram
+from foredraft.serve import reading
 from foredraft.serve.app import Page, create_app
 from foredraft.serve.asks import AskTimeoutError, DrainingError, QueueFullError, WorkerCrashedError
 from foredraft.serve.settings import ServerSettings
@@ -22,6 +25,7 @@ from serve_fakes import FakeWorker, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello there"}]
+HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n".encode()
 JSON = {"content-type": "application/json"}
 
 
@@ -250,12 +254,13 @@ WRONG_CHATS: list[tuple[dict[str, Any], int, str, str]] = [
     ({"temperature": 2.1}, 400, "temperature", "invalid_value"),
     ({"temperature": "1"}, 400, "temperature", "invalid_value"),
     ({"temperature": True}, 400, "temperature", "invalid_value"),
+    ({"temperature": 1e-310}, 400, "temperature", "invalid_value"),
     ({"top_p": 0}, 400, "top_p", "invalid_value"),
     ({"top_k": -2}, 400, "top_k", "invalid_value"),
     ({"min_p": 2}, 400, "min_p", "invalid_value"),
     ({"frequency_penalty": 3}, 400, "frequency_penalty", "invalid_value"),
     ({"presence_penalty": -3}, 400, "presence_penalty", "invalid_value"),
-    ({"repetition_penalty": 0}, 400, "repetition_penalty", "invalid_value"),
+    ({"repetition_penalty": 1e-320}, 400, "repetition_penalty", "invalid_value"),
     ({"logit_bias": {"5": 101}}, 400, "logit_bias", "invalid_value"),
     ({"logit_bias": {"99999": 1}}, 400, "logit_bias", "invalid_value"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name", "invalid_value"),
@@ -447,6 +452,43 @@ class TestClientsThatGoAway:
             client.post(TEXT, json=body, timeout=httpx.Timeout(10, read=0.2))
         assert worker.cancelled.wait(10)
         assert len(worker.asks) == 2
+
+    def test_before_the_body_has_come(self, client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, "foredraft.serve"):
+            with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
+                connection.sendall(HEAD + b"{")
+            chat(client)
+            while not any(vars(each).get("fields", {}).get("outcome") == "cancelled" for each in caplog.records):
+                chat(client)
+        assert not any(each.levelno >= logging.ERROR for each in caplog.records)
+
+    def test_a_body_that_does_not_come(self, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reading, "SLOWEST", 0.05)
+        with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as connection:
+            connection.sendall(HEAD)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+    def test_or_read_nothing_are_dropped(self, model: Model) -> None:
+        sent: list[Any] = []
+
+        async def read_nothing(message: Any) -> None:
+            sent.append(message)
+            if len(sent) > 3:
+                await asyncio.Event().wait()
+
+        async def receive() -> Any:
+            if not sent:
+                body = json.dumps({"model": "tiny", "prompt": "hello", "stream": True, "max_tokens": 50}).encode()
+                return {"type": "http.request", "body": body, "more_body": False}
+            return await asyncio.Event().wait()
+
+        worker = FakeWorker(model)
+        app = create_app(worker, ServerSettings(name="tiny", send_timeout=0.05))
+        scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode(), "query_string": b""}
+        scope |= {"headers": [(b"content-type", b"application/json")], "client": ("::1", 1), "http_version": "1.1"}
+        asyncio.run(asyncio.wait_for(app(scope, receive, read_nothing), 60))
+        assert worker.cancelled.is_set()
+        assert app.state.server.recent.listed()[0]["outcome"] == "slow_reader"
 
 
 class TestAround:

@@ -16,6 +16,7 @@ _ERRORS = {
     400: "Something in the request is not right; `param` names it",
     401: "No API key that the server knows",
     404: "There is no such model or path",
+    408: "The body does not come",
     413: "The body is too large",
     500: "Something went wrong here",
     503: "Too many are waiting, or the server is shutting down",

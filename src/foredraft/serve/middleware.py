@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.serve.access import Keys, is_open
@@ -54,6 +55,8 @@ class Noted:
 
         try:
             await self._app(scope, receive, noted)
+        except ClientDisconnect:  # before its body had come
+            record.outcome = "cancelled"
         except Exception:
             logger.exception("request failed", extra={"fields": {"id": request_id}})
             record.outcome = "internal"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -13,6 +14,9 @@ from starlette.requests import Request
 from foredraft.serve.problems import ApiError, invalid_body
 from foredraft.serve.wire import T
 
+SLOWEST = 60.0
+"""Seconds that a body may take to come."""
+
 _DEEPEST = 64  # levels of lists and objects
 _LONGEST_NUMBER = 40  # digits; what is longer is no setting, and slow to read
 _EXACT = 2**53  # below this floats have all whole numbers
@@ -23,7 +27,7 @@ async def read_body(request: Request, model: type[T]) -> T:
     """The body as `model`.
 
     Raises:
-        ApiError: 400: it is not sent as JSON, is no JSON, or not what the model allows.
+        ApiError: 400: it is not sent as JSON, is no JSON, or not what the model allows; 408: it does not come.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -32,7 +36,12 @@ async def read_body(request: Request, model: type[T]) -> T:
             f"The Content-Type is {kind[:60]!r}, but must be application/json: send that header.",
             code="invalid_content_type",
         )
-    body = parse_json(await request.body())
+    try:
+        raw = await asyncio.wait_for(request.body(), SLOWEST)
+    except asyncio.TimeoutError:
+        message = f"The body did not come within {SLOWEST:g} s."
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+    body = parse_json(raw)
     try:
         return model.model_validate(body)
     except ValidationError as error:

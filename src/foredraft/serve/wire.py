@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from foredraft.serve.problems import nearest
 
 _MOST_CHOICES = 128
+_COLDEST = 1e-12
 _LONGEST_NAME = 80  # of what is shown
 
 
@@ -168,7 +170,7 @@ class Steering(Body):
     ] = Field(None, description="Most tokens of a draft; 0 or `off` is plain decoding.")
     rule: str | None = Field(None, description="Acceptance rule.")
     trace: bool | None = Field(None, description="Whether stream chunks tell origins and drafts.")
-    timeout: Annotated[float, Field(gt=0, le=86400)] | None = Field(None, description="Seconds, waiting included.")
+    timeout: Annotated[float, Field(ge=0.01, le=86400)] | None = Field(None, description="Seconds, waiting included.")
 
 
 class FunctionDefinition(Body):
@@ -228,19 +230,27 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
 
 
+def _no_trace_of_heat(temperature: float) -> float:
+    if 0 < temperature < _COLDEST:  # logits divided by it would be infinite
+        raise ValueError(f"be 0, or in [{_COLDEST}, 2]")
+    return temperature
+
+
 class Sampling(Body):
     """What both kinds of request have."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="1 if not given; 0 is greedy.")
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_no_trace_of_heat)] | None = Field(
+        None, description="1 if not given; 0 is greedy."
+    )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = Field(None, description="0 or -1 keeps all.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Bias] | None,
         one_of_several("have token ids in strings as keys, and numbers in [-100, 100] as values"),
