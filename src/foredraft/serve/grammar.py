@@ -37,7 +37,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # white space for ever.
 _WHITESPACE = r" {1,2}|\n {0,16}"
 
-_PLACE = re.compile(r"^.*(failed to compile JSON schema|\(in regex\)): ", re.DOTALL)
+_PLACE = re.compile(r"^.*failed to compile JSON schema: ", re.DOTALL)
 _REASONS = {
     "NoExtension": "no text of this model's tokens fits it",
     **dict.fromkeys(("TooComplex", "Current row has"), "it is too complex"),
@@ -80,7 +80,7 @@ class Grammars:
             raise UnsupportedError("Grammars need tokens whose text is known, and this tokenizer has none.")
         self._tokens = _Tokens(stops, torch.tensor([bool(text) for text in texts]))
         self._tokenizer = _for_llguidance(texts, stops)
-        # Less of the lexer's memory (1 to 2 KB a state) than llguidance allows; more of objects with many optional keys.
+        # Less of the lexer's memory (1 to 2 KB a state) than llguidance allows, and more keys that may come next.
         self._limits = LLParserLimits(max_lexer_states=25_000, max_items_in_row=10_000, verbose_errors=False)
         # The text begins with a space that decoding takes off.
         self._space = '" "? ' if spellings.drops_space else ""
@@ -103,15 +103,6 @@ class Grammars:
                 keywords or formats that are not supported; the message names them.
         """
         return self._compile(f"start: {self._space}@json", {"json": _checked(schema, strict)})
-
-    def regex(self, pattern: str) -> CompiledGrammar:
-        """Text that matches a pattern as a whole.
-
-        Raises:
-            InvalidInputError: It is no pattern, uses look-around or back references, or is too complex.
-        """
-        slashes = pattern.replace("/", r"\/").replace("\n", r"\n")
-        return self._compile(f"start: {self._space}TEXT\nTEXT: /{slashes}/", {})
 
     def tagged(self, trigger: str, tags: Sequence[Tag], *, free: bool, repeat: bool) -> CompiledGrammar:
         r"""One of some tags, or several in lines of their own.
@@ -263,8 +254,9 @@ def _deeper_than(most: int, value: object) -> bool:
 def _refuse_errors(matcher: LLMatcher) -> None:
     """Raise `InvalidInputError` with what llguidance says is wrong, without where it stands in our own text."""
     if matcher.is_error():
-        said = _PLACE.sub("", matcher.get_error().split("\n   1 |")[0])
-        reason = next((text for kind, text in _REASONS.items() if kind in said), " ".join(said.split())[:500])
+        said = " ".join(_PLACE.sub("", matcher.get_error().split("\n   1 |")[0]).split())
+        unsupported = re.sub(r"^Unimplemented keys: \[(.*)\]", r"keywords that are not supported: \1", said[:500])
+        reason = next((text for kind, text in _REASONS.items() if kind in said), unsupported)
         raise InvalidInputError(f"The grammar cannot be used: {reason.rstrip('.')}.")
 
 
