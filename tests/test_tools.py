@@ -74,6 +74,12 @@ def test_answers_that_a_choice_allows(
         assert not possible(grammars, tokenizer, calls, text), text
 
 
+def test_a_model_that_goes_on_and_on_is_stopped(grammars: Grammars, tokenizer: Any) -> None:
+    calls = ToolCalls(TOOLS, "required")
+    assert possible(grammars, tokenizer, calls, "\n".join([NOW] * 16))
+    assert not possible(grammars, tokenizer, calls, "\n".join([NOW] * 17))
+
+
 def test_none_calls_nothing_and_shows_nothing(grammars: Grammars) -> None:
     calls = ToolCalls(TOOLS, "none")
     assert calls.grammar(grammars) is None
@@ -197,7 +203,7 @@ def joined(deltas: Sequence[ToolDelta]) -> tuple[str, list[tuple[str | None, str
     """Content, and each call's name and arguments."""
     content = "".join(delta.content for delta in deltas)
     count = max((delta.call for delta in deltas if delta.call is not None), default=-1) + 1
-    calls = []
+    calls: list[tuple[str | None, str]] = []
     for n in range(count):
         pieces = [delta for delta in deltas if delta.call == n]
         assert pieces[0].name is not None and re.fullmatch(r"call_[0-9a-f]{24}", pieces[0].id or "")

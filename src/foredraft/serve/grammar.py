@@ -33,6 +33,8 @@ _KEPT = 64  # compiled grammars
 # Any tokens may spell what is certain to come, not only those that llguidance would choose for it.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 
+_MOST_TAGS = 16  # in one answer: a small model would go on for ever
+
 # At one place of a text at most two spaces, or a new line that is indented: a small model would else go on with
 # white space for ever.
 _WHITESPACE = r" {1,2}|\n {0,16}"
@@ -111,13 +113,13 @@ class Grammars:
             trigger: What every tag begins with, before its own `begin`.
             tags: The tags, at least one.
             free: Whether any text may come before, or nothing but text. The trigger ends it.
-            repeat: Whether there may be more than one tag, with `\n` between them.
+            repeat: Whether there may be more than one tag, up to 16, with `\n` between them.
 
         Raises:
             InvalidInputError: A schema is refused; see `json_schema`.
         """
         opening = json.dumps(trigger)
-        rest = f'("\\n" {opening} tag)*' if repeat else ""
+        rest = f'("\\n" {opening} tag){{0,{_MOST_TAGS - 1}}}' if repeat else ""
         lines = [
             f"start: TEXT | head tag {rest}" if free else f"start: {self._space}{opening} tag {rest}",
             *(("TEXT: /(.|\\n)*/", f"head[lazy]: TEXT {opening}") if free else ()),
