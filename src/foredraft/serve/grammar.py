@@ -42,7 +42,8 @@ _WHITESPACE = r" {1,2}|\n {0,16}"
 _PLACE = re.compile(r"^.*failed to compile JSON schema: ", re.DOTALL)
 _REASONS = {
     "NoExtension": "no text of this model's tokens fits it",
-    **dict.fromkeys(("TooComplex", "Current row has"), "it is too complex"),
+    **dict.fromkeys(("TooComplex", "Current row has", "Too many items"), "it is too complex"),
+    "is not present in a registry": "a $ref names another document. Put what it names under $defs",
     "coerce_one_of": "the alternatives of oneOf may fit both, which is not supported. Use anyOf",
 }
 """What some of llguidance's messages mean to people."""
@@ -83,7 +84,9 @@ class Grammars:
         self._tokens = _Tokens(stops, torch.tensor([bool(text) for text in texts]))
         self._tokenizer = _for_llguidance(texts, stops)
         # Less of the lexer's memory (1 to 2 KB a state) than llguidance allows, and more keys that may come next.
-        self._limits = LLParserLimits(max_lexer_states=25_000, max_items_in_row=10_000, verbose_errors=False)
+        self._limits = LLParserLimits(
+            max_lexer_states=25_000, max_items_in_row=10_000, step_max_items=200_000, verbose_errors=False
+        )
         # The text begins with a space that decoding takes off.
         self._space = '" "? ' if spellings.drops_space else ""
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()

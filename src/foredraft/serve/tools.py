@@ -165,10 +165,9 @@ def _text(content: object) -> str:
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """Templates write a call's arguments as JSON themselves; OpenAI's are a string of it."""
-    parsed = dict(message)
-    if parsed.get("tool_calls"):
-        calls = [{"type": "function", "function": _function(call)} for call in parsed["tool_calls"]]
-        parsed |= {"tool_calls": calls, "content": _text(parsed.get("content"))}
+    parsed = {**message, "content": _text(message.get("content"))}
+    if message.get("tool_calls"):
+        parsed["tool_calls"] = [{**call, "function": _function(call)} for call in message["tool_calls"]]
     return parsed
 
 
