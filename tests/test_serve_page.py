@@ -330,7 +330,8 @@ const behind = element => {
   return getComputedStyle(element).backgroundColor;
 };
 const shown = [...document.querySelectorAll("body :not(title)")].filter(e => e.checkVisibility()
-  && !e.closest(".unseen") && ([...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) || e.matches("input, select, textarea")));
+  && !e.closest(".unseen") && (e.matches("input, select, textarea")
+  || [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())));
 return shown.map(e => {
   const style = getComputedStyle(e), own = light(e.namespaceURI.endsWith("svg") ? style.fill : style.color);
   const other = light(behind(e));
