@@ -60,7 +60,7 @@ def answered(watch: Watch, backend: TransformersBackend, **settings: Any) -> Sta
     watch.waited(0.01, len(PROMPT), 2)
     for event in collect(Engine(backend, drafter), request)[0]:
         if isinstance(event, RoundEvent):
-            watch.round(drafter.usage, event.stats)
+            watch.round(drafter.name, event.stats)
         elif isinstance(event, FinishEvent):
             watch.finished(event.completion)
             return event.completion.stats

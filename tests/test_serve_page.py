@@ -316,6 +316,48 @@ def test_the_keyboard_reaches_everything_in_order(tab: Open) -> None:
     assert page.get("getComputedStyle(document.getElementById('line')).outlineStyle") == "solid"
 
 
+CONTRASTS = """
+const numbers = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
+const light = colour => numbers(colour).slice(0, 3).map(v => v / 255)
+  .map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+  .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+const clear = colour => numbers(colour).length < 3 || numbers(colour)[3] === 0;
+const behind = element => {
+  const node = element.namespaceURI.endsWith("svg") && element.parentElement.querySelector(".box");
+  const box = node && getComputedStyle(node).fill;
+  if (box && !clear(box)) return box;
+  while (clear(getComputedStyle(element).backgroundColor)) element = element.parentElement;
+  return getComputedStyle(element).backgroundColor;
+};
+const shown = [...document.querySelectorAll("body :not(title)")].filter(e => e.checkVisibility()
+  && !e.closest(".unseen") && (e.matches("input, select, textarea")
+  || [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())));
+return shown.map(e => {
+  const style = getComputedStyle(e), own = light(e.namespaceURI.endsWith("svg") ? style.fill : style.color);
+  const other = light(behind(e));
+  return [(Math.max(own, other) + .05) / (Math.min(own, other) + .05), e.tagName, e.textContent.slice(0, 40)];
+});
+"""
+"""For each element with text: the contrast with what is behind it (WCAG 2), its name, its text."""
+
+
+@browser_test
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(tab: Open, scheme: str) -> None:
+    page = tab()
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    page.ready()
+    page.send("Write a class.")
+    page.ended()
+    page.send("refuse")
+    page.until("document.querySelector('[role=alert]')")
+    page.driver.execute_script("document.getElementById('key').hidden = false")
+    contrasts = page.driver.execute_script(CONTRASTS)
+    assert len(contrasts) > 150
+    assert [found for found in contrasts if found[0] < 4.5] == []
+
+
 @browser_test
 def test_shift_and_enter_begins_a_new_line(tab: Open, server: PageServer) -> None:
     from selenium.webdriver.common.keys import Keys

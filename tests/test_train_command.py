@@ -106,6 +106,21 @@ def test_prompts_of_a_file_are_for_validation(model: Path, data: Path, tmp_path:
     assert len(steps) > 1 and steps[0] == "3"
 
 
+@pytest.mark.parametrize(("kind", "other"), [("eagle3", "medusa"), ("medusa", "eagle3")])
+def test_training_goes_on_from_a_head_that_was_trained_before(
+    kind: str, other: str, model: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert command(kind, model, "--out", tmp_path / "first", "--data", data, *QUICK) == 0
+    before = load_file(next((tmp_path / "first" / "drafter").glob("*.safetensors")))
+    still = ("--start", tmp_path / "first" / "drafter", "--learning-rate", 1e-12)
+    assert command(kind, model, "--out", tmp_path / "second", "--data", data, *QUICK, *still) == 0
+    after = load_file(next((tmp_path / "second" / "drafter").glob("*.safetensors")))
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)  # bfloat16 rounds what so small a rate does
+    assert command(other, model, "--out", tmp_path / "third", "--data", data, *QUICK, *still) == 2
+    assert f"is of kind '{kind}'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -114,7 +129,7 @@ def test_prompts_of_a_file_are_for_validation(model: Path, data: Path, tmp_path:
         (["eagle3", "--passes", "0"], "passes is 0"),
         (["eagle3", "--window", "9999"], "window is 9999, but a batch has"),
         (["eagle3", "--learning-rate", "-1"], "learning_rate is -1"),
-        (["eagle3", "--start", "x"], "--start is what a draft model begins with"),
+        (["eagle3", "--start", "nowhere"], "The head 'nowhere'"),
         (["draft", "--backend", "native"], "use --backend transformers, or --start REF"),
         (["draft", "--layers", "9", "--backend", "transformers"], "layers is 9"),
         (["eagle3", "--precision", "int8"], "precision is 'int8'"),

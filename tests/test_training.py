@@ -15,7 +15,7 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import InvalidInputError, ModelError
 from foredraft.train.dialogues import Dialogue
 from foredraft.train.features import FeatureFiles, batches, features_of, padded, write_features
-from foredraft.train.fresh import feature_layers, new_head, precision_of
+from foredraft.train.fresh import feature_layers, new_head, objective_of, precision_of
 from foredraft.train.loop import Progress, Schedule, Training
 from foredraft.train.objectives import soft_cross_entropy
 from foredraft.train.recipe import Recipe
@@ -57,7 +57,8 @@ def train(
     order = list(batches(stored.places, recipe.batch_tokens, recipe.seed, recipe.passes))
     runs = 0
     for kill in [*kills, None]:
-        head, objective = new_head(recipe, target, stored.counts(VOCABULARY))
+        head = new_head(recipe, target, stored.counts(VOCABULARY))
+        objective = objective_of(head, recipe, target)
 
         def watch(progress: Progress, kill: int | None = kill) -> None:
             if progress.step == kill:
@@ -245,7 +246,8 @@ def test_training_on_a_gpu_is_mixed_precision_and_learns(tmp_path: Path) -> None
     )
     text = [(d.ids, d.n_prompt) for d in dialogues(70)]
     stored = FeatureFiles(write_features(target, text, (1, 2, 3), tmp_path / "features", "tiny"), recipe.window)
-    head, objective = new_head(recipe, target, stored.counts(VOCABULARY))
+    head = new_head(recipe, target, stored.counts(VOCABULARY))
+    objective = objective_of(head, recipe, target)
     order = list(batches(stored.places, recipe.batch_tokens, recipe.seed, recipe.passes))
     Training(
         objective,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foredraft.backends.base import Backend
+    from foredraft.heads.files import Head
     from foredraft.models import Notify
     from foredraft.terminal import Count
     from foredraft.train.dialogues import Dialogue
@@ -130,7 +131,11 @@ def train(
     form: Annotated[str, typer.Option(help="For mtp: sequential, independent or cascaded.")] = "sequential",
     layers: Annotated[int, typer.Option(help="For draft: layers of the target to begin with; 0 takes a third.")] = 0,
     start: Annotated[
-        str | None, typer.Option(help="For draft: a smaller model of the same vocabulary to begin with instead.")
+        str | None,
+        typer.Option(
+            help="What to begin with: a head of the same kind, trained before; for draft a smaller model of the same "
+            "vocabulary."
+        ),
     ] = None,
     loss: Annotated[str, typer.Option(help="For draft: forward-kl, reverse-kl or jsd.")] = "forward-kl",
     learning_rate: Annotated[float, typer.Option(help="The highest one.")] = 1e-3,
@@ -175,14 +180,12 @@ def train(
         seed=seed,
         schedule=schedule,
     )
-    if start is not None and kind != "draft":
-        raise InvalidInputError(f"--start is what a draft model begins with, and this is {kind}: leave it out.")
     engine = EngineChoice(backend, device, dtype, weights, threads, kv)
     with counted(_EVERY) as (notify, count), _saying_what_is_kept(out / "text", out / "features", out):
         target, tokenizer, files = Loader(None, engine, notify).model(model)
         key = target_key(target, files)
         held_out = _held_out(validate, limit, target, tokenizer)
-        beginning = _beginning(start, device, notify) if start is not None else None
+        beginning = _beginning(kind, start, target, device, notify) if start is not None else None
         dialogues = _dialogues(data, elicit, out / "text", key, target, tokenizer, seed, notify, count)
         trained = train_drafter(
             target,
@@ -235,11 +238,14 @@ def _dialogues(
     return read_dialogues(shards)
 
 
-def _beginning(reference: str, device: str, notify: Notify) -> PreTrainedModel:
-    """What a draft model begins as, in float32."""
+def _beginning(kind: str, reference: str, target: Backend, device: str, notify: Notify) -> PreTrainedModel | Head:
+    """A trained head, or what a draft model begins as, in float32."""
     from foredraft.backends.transformers import TransformersBackend
     from foredraft.loading import EngineChoice, Loader
+    from foredraft.proposers.trained import head_of
 
+    if kind != "draft":
+        return head_of(kind, reference, target, notify)
     backend = Loader(None, EngineChoice("transformers", device, "float32"), notify).model(reference)[0]
     assert isinstance(backend, TransformersBackend)
     model: PreTrainedModel = backend.model

@@ -45,12 +45,7 @@ class Trained(RecurrentDrafter):
         require_features(target, cls.name)
         if not argument:
             return drafter_of(cls.without_reference(target, files), target)
-        bundled = bundled_heads(cls.name)
-        folder = bundled[argument] if argument in bundled else resolve_head(argument, notify)
-        head = load_head(folder, target)
-        if head.kind != cls.name:
-            raise InvalidInputError(f"The head in {folder} is of kind '{head.kind}': ask for {head.kind}:{argument}.")
-        return drafter_of(head, target)
+        return drafter_of(head_of(cls.name, argument, target, notify), target)
 
     @classmethod
     def without_reference(cls, target: Backend, files: ModelFiles | None) -> Head:
@@ -107,6 +102,20 @@ class Medusa(Trained):
 
     name = "medusa"
     usage = "medusa:REF"
+
+
+def head_of(kind: str, reference: str, target: Backend, notify: Notify = lambda _: None) -> Head:
+    """The head of a kind that a reference names: a folder, a hub id, or the bundled model that one comes with.
+
+    Raises:
+        ForedraftError: As `Trained.for_target` does.
+    """
+    bundled = bundled_heads(kind)
+    folder = bundled[reference] if reference in bundled else resolve_head(reference, notify)
+    head = load_head(folder, target)
+    if head.kind != kind:
+        raise InvalidInputError(f"The head in {folder} is of kind '{head.kind}': ask for {head.kind}:{reference}.")
+    return head
 
 
 def drafter_of(head: Head, target: Backend) -> Drafter:

@@ -33,14 +33,17 @@ _KEPT = 64  # compiled grammars
 # Any tokens may spell what is certain to come, not only those that llguidance would choose for it.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 
+_MOST_TAGS = 16  # in one answer: a small model would go on for ever
+
 # At one place of a text at most two spaces, or a new line that is indented: a small model would else go on with
 # white space for ever.
 _WHITESPACE = r" {1,2}|\n {0,16}"
 
-_PLACE = re.compile(r"^.*(failed to compile JSON schema|\(in regex\)): ", re.DOTALL)
+_PLACE = re.compile(r"^.*failed to compile JSON schema: ", re.DOTALL)
 _REASONS = {
     "NoExtension": "no text of this model's tokens fits it",
-    **dict.fromkeys(("TooComplex", "Current row has"), "it is too complex"),
+    **dict.fromkeys(("TooComplex", "Current row has", "Too many items"), "it is too complex"),
+    "is not present in a registry": "a $ref names another document. Put what it names under $defs",
     "coerce_one_of": "the alternatives of oneOf may fit both, which is not supported. Use anyOf",
 }
 """What some of llguidance's messages mean to people."""
@@ -80,8 +83,10 @@ class Grammars:
             raise UnsupportedError("Grammars need tokens whose text is known, and this tokenizer has none.")
         self._tokens = _Tokens(stops, torch.tensor([bool(text) for text in texts]))
         self._tokenizer = _for_llguidance(texts, stops)
-        # Less of the lexer's memory (1 to 2 KB a state) than llguidance allows; more of objects with many optional keys.
-        self._limits = LLParserLimits(max_lexer_states=25_000, max_items_in_row=10_000, verbose_errors=False)
+        # Less of the lexer's memory (1 to 2 KB a state) than llguidance allows, and more keys that may come next.
+        self._limits = LLParserLimits(
+            max_lexer_states=25_000, max_items_in_row=10_000, step_max_items=200_000, verbose_errors=False
+        )
         # The text begins with a space that decoding takes off.
         self._space = '" "? ' if spellings.drops_space else ""
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
@@ -104,15 +109,6 @@ class Grammars:
         """
         return self._compile(f"start: {self._space}@json", {"json": _checked(schema, strict)})
 
-    def regex(self, pattern: str) -> CompiledGrammar:
-        """Text that matches a pattern as a whole.
-
-        Raises:
-            InvalidInputError: It is no pattern, uses look-around or back references, or is too complex.
-        """
-        slashes = pattern.replace("/", r"\/").replace("\n", r"\n")
-        return self._compile(f"start: {self._space}TEXT\nTEXT: /{slashes}/", {})
-
     def tagged(self, trigger: str, tags: Sequence[Tag], *, free: bool, repeat: bool) -> CompiledGrammar:
         r"""One of some tags, or several in lines of their own.
 
@@ -120,13 +116,13 @@ class Grammars:
             trigger: What every tag begins with, before its own `begin`.
             tags: The tags, at least one.
             free: Whether any text may come before, or nothing but text. The trigger ends it.
-            repeat: Whether there may be more than one tag, with `\n` between them.
+            repeat: Whether there may be more than one tag, up to 16, with `\n` between them.
 
         Raises:
             InvalidInputError: A schema is refused; see `json_schema`.
         """
         opening = json.dumps(trigger)
-        rest = f'("\\n" {opening} tag)*' if repeat else ""
+        rest = f'("\\n" {opening} tag){{0,{_MOST_TAGS - 1}}}' if repeat else ""
         lines = [
             f"start: TEXT | head tag {rest}" if free else f"start: {self._space}{opening} tag {rest}",
             *(("TEXT: /(.|\\n)*/", f"head[lazy]: TEXT {opening}") if free else ()),
@@ -263,8 +259,9 @@ def _deeper_than(most: int, value: object) -> bool:
 def _refuse_errors(matcher: LLMatcher) -> None:
     """Raise `InvalidInputError` with what llguidance says is wrong, without where it stands in our own text."""
     if matcher.is_error():
-        said = _PLACE.sub("", matcher.get_error().split("\n   1 |")[0])
-        reason = next((text for kind, text in _REASONS.items() if kind in said), " ".join(said.split())[:500])
+        said = " ".join(_PLACE.sub("", matcher.get_error().split("\n   1 |")[0]).split())
+        unsupported = re.sub(r"^Unimplemented keys: \[(.*)\]", r"keywords that are not supported: \1", said[:500])
+        reason = next((text for kind, text in _REASONS.items() if kind in said), unsupported)
         raise InvalidInputError(f"The grammar cannot be used: {reason.rstrip('.')}.")
 
 

@@ -1,30 +1,20 @@
-"""OpenAI's tools for any chat model: how they are told to it, the grammar of its calls, and its calls read as they come.
-
-Calls are written in the form of Hermes and Qwen, several in lines of their own:
-
-    <tool_call>
-    {"name": "weather", "arguments": {"city": "Oslo"}}
-    </tool_call>
-"""
+"""OpenAI's tools for any chat model: how they are told to it, and the grammar of its calls."""
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from foredraft.errors import InvalidInputError
 from foredraft.serve.grammar import CompiledGrammar, Grammars, Tag
+from foredraft.serve.tool_reader import END, TRIGGER, ToolReader, beginning
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MOST_TOOLS = 128
 _CHOICES = ("none", "auto", "required")
-
-_TRIGGER = "<tool_call>"
-_END = "}\n</tool_call>"
 
 _EXPLANATION = """You can call tools. Each line between <tools> and </tools> describes one:
 <tools>
@@ -75,11 +65,6 @@ class Tool:
         """As OpenAI writes it, and templates expect it."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
-
-    @property
-    def beginning(self) -> str:
-        """A call up to its arguments, after `<tool_call>`."""
-        return f'\n{{"name": "{self.name}", "arguments": '
 
 
 class ToolCalls:
@@ -146,10 +131,11 @@ class ToolCalls:
         if not self._callable:
             return None
         tags = [
-            Tag(tool.beginning, {"type": "object", **tool.parameters}, _END, tool.strict) for tool in self._callable
+            Tag(beginning(tool.name), {"type": "object", **tool.parameters}, END, tool.strict)
+            for tool in self._callable
         ]
         try:
-            return grammars.tagged(_TRIGGER, tags, free=self._choice == "auto", repeat=self._several)
+            return grammars.tagged(TRIGGER, tags, free=self._choice == "auto", repeat=self._several)
         except InvalidInputError:
             for tool, tag in zip(self._callable, tags, strict=True):
                 try:
@@ -163,118 +149,10 @@ class ToolCalls:
         return ToolReader([tool.name for tool in self._callable])
 
 
-class ToolDelta(NamedTuple):
-    """A piece of an answer: `content`, or a piece of a call. The first one of a call has its `id` and `name`."""
-
-    content: str = ""
-    call: int | None = None
-    """Index of the call."""
-    id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
-class ToolReader:
-    """Splits an answer's text into what is said and what is called, as it comes.
-
-    What may yet become a call is held back until that is clear. Text that is not exactly a call stays content: grammars
-    leave nothing between.
-
-    Args:
-        names: What may be called.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._beginnings = {f'{_TRIGGER}\n{{"name": "{name}", "arguments": {{': name for name in names}
-        self._held = ""
-        self._depth = 0  # of open brackets in the arguments; 0 outside of a call
-        self._quoted = self._escaped = False
-        self._closing = False
-        self.calls = 0
-        """Calls that have begun."""
-
-    def push(self, text: str) -> list[ToolDelta]:
-        """What the next piece of text sets free."""
-        self._held += text
-        found: list[ToolDelta] = []
-        while (deltas := self._step()) is not None:
-            found += deltas
-        return found
-
-    def finish(self) -> list[ToolDelta]:
-        """What was held back, when no more text will come. A call that is not complete stays so."""
-        rest, self._held = self._held, ""
-        return [] if self._closing or not rest or (self.calls and rest == "\n") else [ToolDelta(rest)]
-
-    def _step(self) -> list[ToolDelta] | None:
-        """Read on within one state; `None` if more text is needed."""
-        if self._depth:
-            return self._read_arguments()
-        if self._closing:
-            return self._read_end()
-        return self._read_content()
-
-    def _read_arguments(self) -> list[ToolDelta] | None:
-        if not self._held:
-            return None
-        count = next((n for n, c in enumerate(self._held, start=1) if self._closes(c)), len(self._held))
-        piece, self._held = self._held[:count], self._held[count:]
-        self._closing = self._depth == 0
-        return [ToolDelta(call=self.calls - 1, arguments=piece)]
-
-    def _closes(self, character: str) -> bool:
-        """Follow the JSON by one character; whether it is the arguments' last."""
-        if self._quoted:
-            self._quoted = character != '"' or self._escaped
-            self._escaped = character == "\\" and not self._escaped
-        elif character == '"':
-            self._quoted = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
-        return self._depth == 0
-
-    def _read_end(self) -> list[ToolDelta] | None:
-        if _END.startswith(self._held) and self._held != _END:
-            return None
-        self._closing = False
-        self._held = self._held.removeprefix(_END)
-        return []
-
-    def _read_content(self) -> list[ToolDelta] | None:
-        for at in _places(self._held):
-            rest = self._held[at:]
-            begun = next((beginning for beginning in self._beginnings if rest.startswith(beginning)), None)
-            if begun is not None:
-                return [*self._release(at), self._begin(begun)]
-            if any(beginning.startswith(rest) for beginning in self._beginnings):
-                return self._release(at) or None
-        if self.calls and self._held == "\n":  # it may stand between two calls
-            return None
-        return self._release(len(self._held)) or None
-
-    def _begin(self, beginning: str) -> ToolDelta:
-        self._held = self._held[len(beginning) :]
-        self._depth = 1
-        self.calls += 1
-        name = self._beginnings[beginning]
-        return ToolDelta(call=self.calls - 1, id=f"call_{secrets.token_hex(12)}", name=name, arguments="{")
-
-    def _release(self, count: int) -> list[ToolDelta]:
-        """Content of so many characters; a line's end between two calls is none."""
-        text, self._held = self._held[:count], self._held[count:]
-        return [ToolDelta(text)] if text else []
-
-
-def _places(text: str) -> Iterator[int]:
-    return (match.start() for match in re.finditer("<", text))
-
-
 def _teaches(template: str | None) -> bool:
     """Whether a template knows tools in our form. Qwen3-Coder's has the same tags around calls that are no JSON."""
     return (
-        template is not None and all(part in template for part in ("tools", _TRIGGER)) and "<function=" not in template
+        template is not None and all(part in template for part in ("tools", TRIGGER)) and "<function=" not in template
     )
 
 
@@ -287,10 +165,9 @@ def _text(content: object) -> str:
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """Templates write a call's arguments as JSON themselves; OpenAI's are a string of it."""
-    parsed = dict(message)
-    if parsed.get("tool_calls"):
-        calls = [{"type": "function", "function": _function(call)} for call in parsed["tool_calls"]]
-        parsed |= {"tool_calls": calls, "content": _text(parsed.get("content"))}
+    parsed = {**message, "content": _text(message.get("content"))}
+    if message.get("tool_calls"):
+        parsed["tool_calls"] = [{**call, "function": _function(call)} for call in message["tool_calls"]]
     return parsed
 
 
@@ -326,7 +203,7 @@ def _written_out(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _written_call(call: Mapping[str, Any]) -> str:
-    return f"{_TRIGGER}\n{json.dumps(_function(call), ensure_ascii=False)}\n</tool_call>"
+    return f"{TRIGGER}\n{json.dumps(_function(call), ensure_ascii=False)}\n</tool_call>"
 
 
 def _with_system_text(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

@@ -13,14 +13,14 @@ from foredraft.backends.base import Backend
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import UnsupportedError
 from foredraft.heads.checkpoints import TargetConfig
-from foredraft.heads.files import save_head
+from foredraft.heads.files import Head, save_head
 from foredraft.loading import stop_tokens
 from foredraft.models import Notify
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.trained import drafter_of
 from foredraft.train.distill import DistillObjective, by_states, save_draft, truncated
-from foredraft.train.fresh import new_head
+from foredraft.train.fresh import new_head, objective_of
 from foredraft.train.loop import Objective
 from foredraft.train.recipe import Recipe
 from foredraft.train.vocabulary import coverage
@@ -45,7 +45,7 @@ def new_apprentice(
     tokenizer: PreTrainedTokenizerBase,
     counts: Tensor,
     reference: str,
-    start: PreTrainedModel | None,
+    start: PreTrainedModel | Head | None,
     notify: Notify,
 ) -> Apprentice:
     """That of a recipe; `run.train_drafter` has the arguments, `counts` are how often each token occurs in the text.
@@ -54,8 +54,11 @@ def new_apprentice(
         UnsupportedError: The target cannot be the start of a draft model, and there is no other.
     """
     if recipe.kind == "draft":
+        assert not isinstance(start, Head)
         return _draft_model(recipe, target, tokenizer, start)
-    head, objective = new_head(recipe, target, counts)
+    assert start is None or isinstance(start, Head)
+    head = new_head(recipe, target, counts) if start is None else start.float().requires_grad_(True)
+    objective = objective_of(head, recipe, target)
     if head.draft_ids is not None:
         share = coverage(counts, head.draft_ids)
         notify(f"{len(head.draft_ids)} tokens can be drafted, which are {share:.1%} of the text")

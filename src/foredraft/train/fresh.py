@@ -1,4 +1,4 @@
-"""Heads before training, made to the measure of a target."""
+"""Heads before training, made to the measure of a target, and what they are trained for."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def feature_layers(recipe: Recipe, layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(2, layers), max(1, layers // 2), max(1, layers - 3)}))
 
 
-def new_head(recipe: Recipe, target: Backend, counts: Tensor) -> tuple[Head, Objective]:
-    """A fresh head of the recipe and what it is trained for.
+def new_head(recipe: Recipe, target: Backend, counts: Tensor) -> Head:
+    """A fresh head of the recipe.
 
     Args:
         recipe: How to train.
@@ -36,10 +36,9 @@ def new_head(recipe: Recipe, target: Backend, counts: Tensor) -> tuple[Head, Obj
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         head = _made(recipe, target, counts)
-    ids = head.draft_ids if head.draft_ids is not None else torch.arange(target.vocab_size)
-    rows = target.head_rows(ids.tolist())
     if isinstance(head, ParallelHead):
-        return head, ParallelObjective(head, rows)
+        return head
+    rows = _rows(head, target)
     with torch.no_grad():
         if head.lm_head is not None:
             head.lm_head.weight.copy_(rows)
@@ -47,9 +46,22 @@ def new_head(recipe: Recipe, target: Backend, counts: Tensor) -> tuple[Head, Obj
             head.norm.weight.copy_(target.final_norm()[0])
         if isinstance(head, Eagle3Head):
             _begin_as_last_layer(head, target)
+    return head
+
+
+def objective_of(head: Head, recipe: Recipe, target: Backend) -> Objective:
+    """What a head is trained for."""
+    if isinstance(head, ParallelHead):
+        return ParallelObjective(head, _rows(head, target))
     embedding = target.embed(range(target.vocab_size))
     regression = 1.0 if recipe.kind == "eagle" else 0.0
-    return head, RecurrentObjective(head, embedding, rows, steps=recipe.ahead, regression=regression)
+    return RecurrentObjective(head, embedding, _rows(head, target), steps=recipe.ahead, regression=regression)
+
+
+def _rows(head: Head, target: Backend) -> Tensor:
+    """The target's head for the tokens that this one drafts."""
+    ids = head.draft_ids if head.draft_ids is not None else torch.arange(target.vocab_size)
+    return target.head_rows(ids.tolist())
 
 
 def _made(recipe: Recipe, target: Backend, counts: Tensor) -> Head:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from foredraft.backends.base import Backend
 from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.heads.files import Head
 from foredraft.loading import stop_tokens
 from foredraft.models import Notify
 from foredraft.pages import make_folder
@@ -64,7 +65,7 @@ def train_drafter(
     model: str,
     reference: str,
     tokenizer: PreTrainedTokenizerBase,
-    start: PreTrainedModel | None = None,
+    start: PreTrainedModel | Head | None = None,
     notify: Notify = lambda _: None,
     progress: Callable[[Progress], None] = lambda _: None,
     count: Callable[[int, int], None] = lambda done, total: None,
@@ -79,7 +80,8 @@ def train_drafter(
         model: What names the target (`train.generation.target_key`).
         reference: By which other programs load it: the drafter's files say so.
         tokenizer: The target's.
-        start: What a draft model begins as; `None` takes some layers of the target.
+        start: What training begins with: a smaller model, or a head of the recipe's kind, which stays as it is made.
+            `None` takes some layers of the target, or a fresh head.
         notify: Told what is done.
         progress: Told after every step.
         count: Told how many dialogues have been read by the target, and of how many.
