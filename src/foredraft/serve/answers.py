@@ -12,7 +12,7 @@ from foredraft import __version__
 from foredraft.serve.figures import Figures, trace, usage
 from foredraft.serve.orders import Order
 from foredraft.serve.token_texts import TokenTexts
-from foredraft.serve.tools import ToolDelta, ToolReader
+from foredraft.serve.tool_reader import ToolDelta, ToolReader
 from foredraft.types import Completion, Event, FinishEvent, RoundEvent, TokenEvent
 
 _IMPOSSIBLE = -9999.0  # OpenAI's log-probability of what cannot be: JSON has no infinity
