@@ -134,7 +134,7 @@ def serving(app: FastAPI) -> Iterator[str]:
             await super().startup(sockets=[listener])
             ready.set()
 
-    server = Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    server = Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     assert ready.wait(30)

@@ -125,7 +125,9 @@ def test_running_answers_finish_while_new_requests_are_refused(tiny_folder: Path
         seen = set()
         while served.process.poll() is None and 503 not in seen:
             try:
-                seen.add(httpx.post(f"{served.url}/v1/completions", json={"prompt": "the", "max_tokens": 1}).status_code)
+                seen.add(
+                    httpx.post(f"{served.url}/v1/completions", json={"prompt": "the", "max_tokens": 1}).status_code
+                )
             except httpx.TransportError:  # it has ended
                 break
         assert served.process.wait(60) == 0

@@ -81,6 +81,7 @@ def serve(
         log_config=None,
         access_log=False,
         lifespan="off",
+        ws="none",
         server_header=False,
         timeout_graceful_shutdown=_LAST_WORDS,
     )
