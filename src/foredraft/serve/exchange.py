@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from time import perf_counter
 from typing import Any
 
@@ -79,16 +80,18 @@ class Exchange:
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _whole(self) -> dict[str, Any]:
-        async for index, event in self._events():
-            self._told.add(index, event)
+        async with aclosing(self._events()) as events:
+            async for index, event in events:
+                self._told.add(index, event)
         return self._told.whole(self._finish())
 
     async def _chunks(self) -> AsyncIterator[str]:
         """The data of each event of the stream. What fails after it began is its last but one."""
         try:
-            async for index, event in self._events():
-                for chunk in self._told.add(index, event):
-                    yield _line(chunk)
+            async with aclosing(self._events()) as events:
+                async for index, event in events:
+                    for chunk in self._told.add(index, event):
+                        yield _line(chunk)
             figures = self._finish()
             if self._order.include_usage:
                 yield _line(self._told.last_chunk(figures))
@@ -105,17 +108,14 @@ class Exchange:
             self.cancel()
         yield "[DONE]"
 
-    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def _events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events of all asks as they come, with the index of their choice."""
         n = self._order.n
-        events = merged(self._running)
-        try:
+        async with aclosing(merged(self._running)) as events:
             async for number, (index, event) in events:
                 if self._first is None:
                     self._first = perf_counter()
                 yield number * n + index, event
-        finally:
-            await events.aclose()
 
     def _finish(self) -> Figures:
         """The figures when all has come, noted too."""
