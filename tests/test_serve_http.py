@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -543,7 +544,9 @@ class TestAround:
     def test_one_line_for_each_request(self, client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, "foredraft.serve"):
             chat(client, messages=[{"role": "user", "content": "written down"}])
-        (record,) = [each for each in caplog.records if each.message == "request"]
+            while not (found := [each for each in caplog.records if each.message == "request"]):
+                time.sleep(0.01)  # it is written when the client has its answer already
+        (record,) = found
         fields = vars(record)["fields"]
         assert fields["endpoint"] == CHAT and fields["status"] == 200 and fields["drafter"] == "ngram"
         assert "written down" in fields["prompt"][0]  # this server was told to log prompts

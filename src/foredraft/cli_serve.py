@@ -79,7 +79,7 @@ def serve(
     ] = 64,
     prefill: Annotated[
         int, typer.Option(help="Most prompt tokens read between two rounds.", rich_help_panel=_LIMITS)
-    ] = 256,
+    ] = 128,
     kv_memory: Annotated[
         float | None,
         typer.Option(
@@ -207,16 +207,17 @@ def _run(methods: Methods, limits: Limits, settings: ServerSettings, listener: s
 
 
 def _warm_up(methods: Methods) -> None:
-    """One short answer, so that the first request does not wait for what is compiled or allocated once."""
+    """A short answer by each drafter, so that no request waits for what is compiled or allocated once."""
     from foredraft.engine import Engine
     from foredraft.generation import Request
     from foredraft.types import SamplingParams
 
-    setup = methods.setup()
-    prompt = methods.model.encode("Good morning.", chat=False)
-    engine = Engine(setup.backend, setup.drafter, tokenizer=setup.tokenizer, costs=setup.costs)
-    for _ in engine.run([Request(prompt, SamplingParams(max_tokens=8, ignore_eos=True))]):
-        pass
+    prompt = methods.model.encode("Good morning, good morning.", chat=False)
+    for name in methods.drafters:
+        setup = methods.setup(name)
+        engine = Engine(setup.backend, setup.drafter, tokenizer=setup.tokenizer, costs=setup.costs)
+        for _ in engine.run([Request(prompt, SamplingParams(max_tokens=8, temperature=1.0, seed=0, ignore_eos=True))]):
+            pass
 
 
 def _log(log_format: LogFormat, verbose: bool) -> None:

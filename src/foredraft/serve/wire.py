@@ -18,9 +18,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from foredraft.serve.problems import nearest
+from foredraft.types import COLDEST, STRONGEST
 
 _MOST_CHOICES = 128
-_COLDEST = 1e-12
 _LONGEST_NAME = 80  # of what is shown
 
 
@@ -231,8 +231,8 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 
 
 def _no_trace_of_heat(temperature: float) -> float:
-    if 0 < temperature < _COLDEST:  # logits divided by it would be infinite
-        raise ValueError(f"be 0, or in [{_COLDEST}, 2]")
+    if 0 < temperature < COLDEST:  # logits divided by it would be infinite
+        raise ValueError(f"be 0, or in [{COLDEST}, 2]")
     return temperature
 
 
@@ -250,7 +250,7 @@ class Sampling(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.001, le=1000)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1 / STRONGEST, le=STRONGEST)] | None = None
     logit_bias: Annotated[
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Bias] | None,
         one_of_several("have token ids in strings as keys, and numbers in [-100, 100] as values"),
