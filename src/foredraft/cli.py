@@ -23,6 +23,7 @@ from rich.text import Text
 from foredraft import __version__
 from foredraft.checks import require
 from foredraft.cli_bench import bench
+from foredraft.cli_handover import handover_app
 from foredraft.cli_options import (
     BackendOption,
     DeviceOption,
@@ -34,9 +35,11 @@ from foredraft.cli_options import (
     NoChatOption,
     PromptArgument,
     RuleOption,
+    SpeculativeConfigOption,
     ThreadsOption,
     VerboseOption,
     WeightsOption,
+    configured,
 )
 from foredraft.cli_report import report
 from foredraft.cli_serve import serve
@@ -71,6 +74,7 @@ models_app = typer.Typer(
     help="List the bundled models, fetch one, or show what a model is.", invoke_without_command=True
 )
 app.add_typer(models_app, name="models")
+app.add_typer(handover_app, name="handover")
 app.command()(bench)
 app.command()(report)
 app.command()(serve)
@@ -115,6 +119,7 @@ def generate(
     prompt: PromptArgument,
     drafter: DrafterOption = "auto",
     draft_tokens: DraftTokensOption = None,
+    speculative_config: SpeculativeConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
@@ -185,6 +190,7 @@ def generate(
         stop=tuple(stop or ()),
     )
     text = _read_prompt(prompt)
+    drafter, draft_tokens, rule = configured(speculative_config, drafter, draft_tokens, rule)
     if explain and drafter.partition(":")[0] != "auto":
         raise InvalidInputError(
             f"--explain tells what auto decided, but the drafter is '{drafter}': leave one of them out."

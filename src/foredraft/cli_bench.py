@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +17,7 @@ from foredraft.cli_options import (
     DtypeOption,
     KvOption,
     ModelArgument,
+    SpeculativeConfigOption,
     ThreadsOption,
     WeightsOption,
     listed,
@@ -26,6 +27,7 @@ from foredraft.terminal import counted, figures_table, time_left
 
 if TYPE_CHECKING:
     from foredraft.bench.figures import CellFigures
+    from foredraft.bench.records import Cell
     from foredraft.bench.results import Results
     from foredraft.bench.runner import Step
 
@@ -46,6 +48,7 @@ def bench(
             help="With commas between; one may bring its draft tokens, as in 'suffix 2'. Plain decoding is always run."
         ),
     ] = "ngram,suffix,hybrid:suffix+recycling,auto",
+    speculative_config: SpeculativeConfigOption = None,
     draft_tokens: Annotated[
         str, typer.Option(help="Most tokens of a draft, with commas between; the default suits each drafter.")
     ] = "",
@@ -90,16 +93,20 @@ def bench(
     specs = [parse_peer(peer) for peer in listed(peers)]
     if url is not None:
         specs.append(PeerSpec("url", url) if url.startswith("http") else parse_peer(f"url:{url}"))
+    heats = [number(float, text, "temperatures") for text in listed(temperatures)]
+    cells = cells_of(
+        listed(drafters),
+        draft_tokens=[number(int, text, "draft-tokens") for text in listed(draft_tokens)],
+        rules=listed(rules),
+        temperatures=heats,
+        peers=specs,
+    )
+    if speculative_config is not None:
+        cells = tuple(dict.fromkeys((*cells, *_configured_cells(speculative_config, heats))))
     plan = Plan(
         model=model,
         workload=load_workload(workload).spread(limit, listed(categories)),
-        cells=cells_of(
-            listed(drafters),
-            draft_tokens=[number(int, text, "draft-tokens") for text in listed(draft_tokens)],
-            rules=listed(rules),
-            temperatures=[number(float, text, "temperatures") for text in listed(temperatures)],
-            peers=specs,
-        ),
+        cells=cells,
         max_tokens=max_tokens,
         repeat=repeat,
         seed=seed,
@@ -116,6 +123,15 @@ def bench(
         write_report([results], out / "report.html", out / "report.md")
     _show(Console(highlight=False), results)
     typer.echo(f"written: {out / 'report.html'}, report.md, summary.json and answers.jsonl")
+
+
+def _configured_cells(config: str, temperatures: Sequence[float]) -> list[Cell]:
+    """What vLLM's JSON asks for, at every temperature."""
+    from foredraft.bench.records import Cell
+    from foredraft.handover.incoming import incoming
+
+    found = incoming(config)
+    return [Cell(found.drafter, found.draft_tokens, found.rule or "", temperature) for temperature in temperatures]
 
 
 @contextmanager

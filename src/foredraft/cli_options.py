@@ -32,6 +32,13 @@ RuleOption = Annotated[
         "suits the drafter."
     ),
 ]
+SpeculativeConfigOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        help="vLLM's JSON, or a file that holds it: taken as drafter, draft tokens and rule.",
+    ),
+]
 NoChatOption = Annotated[bool, typer.Option("--no-chat", help="Continue the prompt as it is, without chat template.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 DtypeOption = Annotated[
@@ -64,3 +71,27 @@ def number(kind: Callable[[str], T], text: str, name: str) -> T:
         return kind(text)
     except ValueError:
         raise InvalidInputError(f"{name} has '{text}', but must be numbers with commas between.") from None
+
+
+def configured(
+    config: str | None, drafter: str, draft_tokens: int | None, rule: str | None
+) -> tuple[str, int | None, str | None]:
+    """Drafter, draft tokens and rule: as the options say, or as vLLM's JSON does in their place.
+
+    Raises:
+        InvalidInputError: Both say something, or the JSON is wrong.
+        UnsupportedError: A key of it has no counterpart here.
+    """
+    if config is None:
+        return drafter, draft_tokens, rule
+    for name, given in (
+        ("--drafter", drafter != "auto"),
+        ("--draft-tokens", draft_tokens is not None),
+        ("--rule", rule),
+    ):
+        if given:
+            raise InvalidInputError(f"--speculative-config says what drafts, and how: leave {name} out.")
+    from foredraft.handover.incoming import incoming  # imports torch
+
+    found = incoming(config)
+    return found.drafter, found.draft_tokens, found.rule

@@ -19,9 +19,11 @@ from foredraft.cli_options import (
     KvOption,
     ModelArgument,
     RuleOption,
+    SpeculativeConfigOption,
     ThreadsOption,
     VerboseOption,
     WeightsOption,
+    configured,
     listed,
 )
 from foredraft.errors import UnsupportedError
@@ -67,6 +69,7 @@ def serve(
         ),
     ] = None,
     rule: RuleOption = None,
+    speculative_config: SpeculativeConfigOption = None,
     memory: Annotated[
         Path | None,
         typer.Option(
@@ -124,6 +127,19 @@ def serve(
         bool, typer.Option("--log-prompts", help="Log what is asked and answered.", rich_help_panel=_LOG)
     ] = False,
     verbose: VerboseOption = False,
+    engine: Annotated[
+        Literal["foredraft", "vllm"],
+        typer.Option(
+            help="What answers: foredraft, or a vLLM that is started behind the same API.", rich_help_panel=_ENGINE
+        ),
+    ] = "foredraft",
+    vllm: Annotated[
+        str,
+        typer.Option(help="With --engine vllm: the program, and arguments before 'serve'.", rich_help_panel=_ENGINE),
+    ] = "vllm",
+    vllm_args: Annotated[
+        str, typer.Option(help="With --engine vllm: further arguments for it, as in a shell.", rich_help_panel=_ENGINE)
+    ] = "",
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
@@ -158,6 +174,13 @@ def serve(
         log_prompts=log_prompts,
     )
     _log(log_format, verbose)
+    if engine == "vllm":
+        from foredraft.cli_serve_vllm import Answering, serve_with_vllm
+
+        answering = Answering(vllm, vllm_args, drafter, rule, speculative_config)
+        serve_with_vllm(model, answering, settings, limits, (host, port), grace)
+        return
+    drafter, draft_tokens, rule = configured(speculative_config, drafter, None, rule)
     with bind(host, port) as listener:  # a port in use is told before anything is loaded
         with progress() as notify:
             from foredraft.loading import EngineChoice, Loader
@@ -165,7 +188,15 @@ def serve(
 
             loader = Loader(None, EngineChoice(backend, device, dtype, weights, threads, kv), notify)
             others = listed(drafters) if drafters is not None else None
-            methods = Methods(loader, model, default=drafter, others=others, rule=rule, memory=memory)
+            methods = Methods(
+                loader,
+                model,
+                default=drafter,
+                others=others,
+                rule=rule,
+                memory=memory,
+                draft_tokens=draft_tokens,
+            )
             notify("Warming up")
             _warm_up(methods)
         _run(methods, limits, settings, listener, grace)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from foredraft.backends.base import Backend
 from foredraft.checks import is_integer, is_number, require
+from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import OFFER, Drafter, Proposer, drafted
 from foredraft.proposers.files import damaged, read_arrays, write_arrays
 from foredraft.randomness import RandomSource
@@ -74,6 +76,33 @@ class SuffixSettings:
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         require(name, getattr(self, name), ok, allowed)
 
+    @classmethod
+    def parse(cls, text: str) -> SuffixSettings:
+        """Settings as they stand behind `suffix:`, `NAME=VALUE` with slashes between; none is the defaults.
+
+        Raises:
+            InvalidInputError: A name is unknown, or a value is no JSON or outside its range.
+        """
+        known = tuple(field.name for field in fields(cls))
+        given: dict[str, Any] = {}
+        for part in filter(None, text.split("/")):
+            name, _, value = part.partition("=")
+            if name not in known:
+                raise InvalidInputError(f"Drafter 'suffix:{text}' names '{name}', but knows {', '.join(known)}.")
+            try:
+                given[name] = json.loads(value)
+            except ValueError:
+                raise InvalidInputError(
+                    f"Drafter 'suffix:{text}': {name} is '{value}', but must be a number, true or false."
+                ) from None
+        return cls(**given)
+
+    def __str__(self) -> str:
+        """What differs from the defaults, as `parse` takes it."""
+        usual = SuffixSettings()
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return "/".join(f"{name}={json.dumps(value)}" for name, value in named if value != getattr(usual, name))
+
     @property
     def longest_match(self) -> int:
         """Most tokens that are looked up; as many of a prompt are kept before its answer."""
@@ -99,7 +128,8 @@ class Suffix(Drafter):
         settings: How far to look and what to draft.
     """
 
-    name = usage = "suffix"
+    name = "suffix"
+    usage = "suffix[:SETTINGS]"
     trees = True
     learns = True
     draft_tokens = 8
@@ -116,8 +146,8 @@ class Suffix(Drafter):
 
     @classmethod
     def for_target(cls, target: Backend, argument: str = "") -> Suffix:
-        """No earlier answers, default settings."""
-        return cls(target.vocab_size)
+        """No earlier answers; the settings that the argument names, `suffix:max_depth=24/floor=0.1`."""
+        return cls(target.vocab_size, SuffixSettings.parse(argument))
 
     def proposer(self, law: Law, source: RandomSource) -> SuffixProposer:
         """A proposer that has read nothing yet; it needs neither the law nor randomness."""

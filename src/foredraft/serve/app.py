@@ -106,6 +106,12 @@ def create_app(
     )
     server = app.state.server = Server(worker, settings, metrics, page)
     app.include_router(router)
+    guard(app, settings, server.recent)
+    return app
+
+
+def guard(app: FastAPI, settings: ServerSettings, recent: Recent) -> None:
+    """What every application of ours has around its routes: document, errors, bounds, keys, origins, and the log."""
     app.openapi = partial(_document, app, bool(settings.api_keys))  # type: ignore[method-assign]
     app.add_exception_handler(HTTPException, _http_error)
     for kind in (ApiError, ForedraftError):  # all else is `Noted`'s
@@ -121,8 +127,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Noted, recent=server.recent)
-    return app
+    app.add_middleware(Noted, recent=recent)
 
 
 router = APIRouter()

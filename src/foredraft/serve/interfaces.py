@@ -14,6 +14,14 @@ Render = Callable[[str | None], tuple[bytes, str]]
 """The counters as Prometheus reads them: a body and its content type, by the `Accept` header."""
 
 
+class Drains(Protocol):
+    """What the server waits for before it ends."""
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more; return when all have ended. What still runs after so many seconds fails."""
+        ...
+
+
 class Methods(Protocol):
     """The ways of drafting that the server has."""
 

@@ -36,6 +36,7 @@ class Methods:
         others: Those that requests may ask for; `None` takes what needs nothing, and a head that comes with the target.
         rule: Rule of requests that do not say; `None` takes the one that fits.
         memory: Folder of what the default drafter learned in earlier runs.
+        draft_tokens: Most nodes of the default drafter's drafts; `None` takes what suits it.
 
     Raises:
         ForedraftError: As `foredraft.load` does; a drafter that does not fit the target is told by name.
@@ -50,7 +51,9 @@ class Methods:
         others: Sequence[str] | None = None,
         rule: str | None = None,
         memory: Path | None = None,
+        draft_tokens: int | None = None,
     ) -> None:
+        self._draft_tokens = draft_tokens
         for name in (default, *(others or ())):
             parse_drafter(name)  # a wrong name is told before anything is loaded
         self._memory = check_memory(memory, parse_drafter(default)) if memory is not None else None
@@ -121,7 +124,16 @@ class Methods:
             target, tokenizer = self.model.backend, self.model.tokenizer
             ends = stop_tokens(target, tokenizer)
             drafter = self._drafter(name, rule)
-            engine = Engine(target, drafter, tokenizer=tokenizer, stop_tokens=ends, rule=rule, costs=self.costs)
+            nodes = self._draft_tokens if name == self.default else None
+            engine = Engine(
+                target,
+                drafter,
+                tokenizer=tokenizer,
+                stop_tokens=ends,
+                draft_tokens=nodes,
+                rule=rule,
+                costs=self.costs,
+            )
             self._setups[name, rule] = engine.setup
         return self._setups[name, rule]
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from sse_starlette.sse import AppStatus
 
 from foredraft.errors import InvalidInputError
-from foredraft.serve.interfaces import Worker
+from foredraft.serve.interfaces import Drains
 
 logger = logging.getLogger("foredraft.serve")
 
@@ -58,7 +58,7 @@ def is_local(listener: socket.socket) -> bool:
 
 
 def serve(
-    app: FastAPI, worker: Worker, listener: socket.socket, *, grace: float, ready: Callable[[], None] = lambda: None
+    app: FastAPI, worker: Drains, listener: socket.socket, *, grace: float, ready: Callable[[], None] = lambda: None
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -98,7 +98,7 @@ def serve(
 class _Server(uvicorn.Server):
     """uvicorn with another idea of how to end: it must not raise the signal again, nor wait without a limit."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, grace: float, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Drains, grace: float, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._worker, self._grace, self._ready = worker, grace, ready
         self._signals = 0
