@@ -18,6 +18,11 @@ settings.register_profile("foredraft", deadline=None, derandomize=True)
 settings.load_profile("foredraft")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--golden` writes the golden files anew, to be looked at with git."""
+    parser.addoption("--golden", action="store_true", help="write the golden files anew")
+
+
 @pytest.fixture(scope="session")
 def tiny_target() -> Any:
     """A Llama of two layers and 64 tokens."""

@@ -131,6 +131,16 @@ class TestAnswers:
         assert [choice["text"] for choice in both] == [wanted, wanted]
         assert text(client, ids, echo=True).json()["choices"][0]["text"] == "hello" + wanted
 
+    @pytest.mark.parametrize("ask", [chat, text])
+    def test_choices_may_tell_token_ids(self, client: httpx.Client, tokenizer: Any, ask: Any) -> None:
+        choice = ask(client, return_token_ids=True, ignore_eos=True).json()["choices"][0]
+        said = choice["text"] if ask is text else choice["message"]["content"]
+        assert len(choice["token_ids"]) == 8 and tokenizer.decode(choice["token_ids"]) == said
+        parts = chunks(ask(client, return_token_ids=True, ignore_eos=True, stream=True))
+        streamed = [each for part in parts for c in part["choices"] for each in c.get("token_ids", ())]
+        assert streamed == choice["token_ids"]
+        assert "token_ids" not in ask(client).json()["choices"][0]
+
     def test_a_streamed_text_begins_with_its_echo(self, client: httpx.Client) -> None:
         parts = chunks(text(client, ["hello", "there"], stream=True, echo=True, max_tokens=20))
         for index, prompt in enumerate(("hello", "there")):

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from foredraft.api import Model
     from foredraft.explanation import Explanation
     from foredraft.models import Notify
+    from foredraft.proof.verify import Certificate
     from foredraft.types import Completion
 
 app = typer.Typer(
@@ -251,6 +252,10 @@ def verify(
     control: Annotated[
         str | None, typer.Option("--break", help="Make a known mistake; the proof must then fail. 'list' shows them.")
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Compare the greedy answers of an OpenAI-compatible server of the same model instead."),
+    ] = None,
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
@@ -261,7 +266,8 @@ def verify(
 ) -> None:
     """Prove that speculation changes nothing: enumerated laws, equal text, a sampled test, and a certificate.
 
-    The exit status is 1 if anything failed, as it must with --break.
+    With --url a server's answers are compared with plain decoding here, and its acceptance and speed with those of
+    --drafter, if that is given. The exit status is 1 if anything failed, as it must with --break.
     """
     from foredraft.proof import certificate as files
     from foredraft.proof.controls import CONTROLS
@@ -275,8 +281,11 @@ def verify(
     texts = list(PROMPTS) if prompts is None else _read_lines(prompts)
     with progress() as notify:
         options = {"draft_tokens": draft_tokens, "rule": rule, **_engine(backend, weights, threads, kv, device, dtype)}
-        loaded = _load(model, drafter, notify, verbose=verbose, **options)
-        result = run(loaded, prompts=texts, max_tokens=max_tokens, samples=samples, control=control, notify=notify)
+        if url is not None:
+            result = _verify_served(model, url, drafter, control, texts, max_tokens, options, notify, verbose)
+        else:
+            loaded = _load(model, drafter, notify, verbose=verbose, **options)
+            result = run(loaded, prompts=texts, max_tokens=max_tokens, samples=samples, control=control, notify=notify)
     console = Console(highlight=False)
     show_certificate(console, result)
     if out is not None:
@@ -284,6 +293,28 @@ def verify(
         console.print(f"written: {record} and {page.name}", soft_wrap=True)
     if not result.passed:
         raise typer.Exit(1)
+
+
+def _verify_served(
+    model: str,
+    url: str,
+    drafter: str,
+    control: str | None,
+    texts: Sequence[str],
+    max_tokens: int,
+    options: dict[str, Any],
+    notify: Notify,
+    verbose: bool,
+) -> Certificate:
+    """The certificate of a server; `auto`, which drafts otherwise than any server, is no prediction for one."""
+    from foredraft.handover.compare import verify_served
+
+    if control is not None:
+        raise InvalidInputError("--break makes mistakes in foredraft, not in a server: leave --url or --break out.")
+    drafts = drafter.partition(":")[0] not in ("auto", "none")
+    loaded = _load(model, drafter if drafts else "none", notify, verbose=verbose, **options)
+    drafting = loaded if drafts else None
+    return verify_served(loaded, url, drafting=drafting, prompts=texts, max_tokens=max_tokens, notify=notify)
 
 
 @app.command()

@@ -140,7 +140,16 @@ def show_certificate(console: Console, result: Certificate) -> None:
                 f"{row.setting}, prompt {d.prompt + 1}, token {d.position + 1}: plain {d.plain_token}, speculative "
                 f"{d.other_token}, lead {d.gap:.2e}, drift {d.drift:.2e}: {d.verdict}"
             )
+    if result.server is not None:
+        rows = Table("", "there", "here", box=None, header_style="bold", padding=(0, 2, 0, 0))
+        for row in result.server["rows"]:
+            rows.add_row(row["name"], row["there"], row["here"])
+        console.print()
+        console.print(rows)
     verdict = "passed" if result.passed else "FAILED"
+    if result.server is not None:
+        console.print(Text(f"\n{verdict}: the answers of {result.server['url']}"))
+        return
     console.print(
         Text(f"\n{verdict}: speculation with {result.settings['drafter']} and rule {result.settings['rule']}")
     )

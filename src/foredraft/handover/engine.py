@@ -13,12 +13,13 @@ from typing import Any
 
 from foredraft.backends.checkpoint import load_checkpoint
 from foredraft.errors import UnsupportedError
-from foredraft.handover.check import check_config, method_of, read_config
+from foredraft.handover.check import check_config, method_of
 from foredraft.handover.edge import Drafting
 from foredraft.handover.facts import Facts, facts_of
 from foredraft.handover.plan import is_local, planned
 from foredraft.handover.process import Supervised
 from foredraft.handover.proxy import Front, create_proxy
+from foredraft.handover.reading import read_config
 from foredraft.handover.vllm import compact
 from foredraft.models import BUNDLED, Notify, file_key, resolve
 from foredraft.serve.run import serve

@@ -8,8 +8,9 @@ from typing import Any
 
 from foredraft.engine import MOST_DRAFT_TOKENS
 from foredraft.errors import InvalidInputError, UnsupportedError
-from foredraft.handover.check import check_config, method_of, read_config
+from foredraft.handover.check import check_config, method_of
 from foredraft.handover.keys import DRAFTING, REMOVED, VERSIONS
+from foredraft.handover.reading import read_config
 from foredraft.proposers.ngram import MOST
 from foredraft.proposers.suffix import SuffixSettings
 

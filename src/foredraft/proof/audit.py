@@ -80,7 +80,7 @@ def audit(
         expected, found = _ids(plain, prompt, params), _ids(other, prompt, params)
         tokens += len(expected)
         if found != expected:
-            differences.append(_explain(backend, number, prompt, expected, found, params))
+            differences.append(explain(backend, number, prompt, expected, found, params))
     return Equality(name, len(prompts), tokens, tuple(differences))
 
 
@@ -90,10 +90,19 @@ def _ids(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Token
     return last.completion.ids
 
 
-def _explain(
+def explain(
     backend: Backend, number: int, prompt: Sequence[int], plain: Tokens, other: Tokens, params: SamplingParams
 ) -> Difference:
-    """Replay the way to the first difference one token and several tokens a forward, in fresh caches."""
+    """Replay the way to the first difference one token and several tokens a forward, in fresh caches.
+
+    Args:
+        backend: The model, known good.
+        number: Of the prompt.
+        prompt: Token ids.
+        plain: What plain decoding says.
+        other: What was said instead.
+        params: The setting.
+    """
     position = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
     if position is None:  # one is the beginning of the other: no numerics end an answer early
         return Difference(number, min(len(plain), len(other)), -1, -1, {}, {}, float("inf"), 0.0, "defect")

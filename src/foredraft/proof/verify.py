@@ -63,6 +63,8 @@ class Certificate:
     enumerated: tuple[Enumerated, ...]
     equality: tuple[Equality, ...]
     sampled: GTest | None
+    server: dict[str, Any] | None = None
+    """Of a server that was checked: what it is, its speed and acceptance, and foredraft's on the same prompts."""
 
     @property
     def passed(self) -> bool:
@@ -126,11 +128,8 @@ def verify(
         outcome = sampled(model.engine, model.backend, model.encode("Say one word:"), samples)
     return Certificate(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        model=_identity(model.files),
-        versions={
-            "python": platform.python_version(),
-            **{p: version(p) for p in ("foredraft", "torch", "transformers")},
-        },
+        model=identity(model.files),
+        versions=versions(),
         settings={
             "drafter": model.drafter.name if model.drafter is not None else "none",
             "rule": rule.name,
@@ -208,7 +207,13 @@ def _audit(
     return audit(model.plain().engine, engine, model.backend, ids, params, name)
 
 
-def _identity(files: ModelFiles | None) -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Those that a certificate names."""
+    packages = {package: version(package) for package in ("foredraft", "torch", "transformers")}
+    return {"python": platform.python_version(), **packages}
+
+
+def identity(files: ModelFiles | None) -> dict[str, str]:
     """What the user called the model, and sha256 over its weights' files."""
     if files is None:
         return {"reference": "a model in memory", "sha256": "not a file"}

@@ -140,6 +140,10 @@ class Answers:
         chunk = {**self._head(self.chunk_kind), "choices": [choice], **other}
         return {**chunk, "usage": None} if self.order.include_usage else chunk
 
+    def _ids(self, tokens: Iterable[TokenEvent]) -> dict[str, Any]:
+        """Ids of an answer's tokens, the one that ends it included, if they were asked for."""
+        return {"token_ids": [token.token for token in tokens]} if self.order.token_ids else {}
+
     def _traced(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         if not self.order.trace or not (piece.tokens or piece.text):
             return {}
@@ -173,9 +177,9 @@ class ChatAnswers(Answers):
             choice.started = True
             chunks.append(self._chunk(index, {"delta": {"role": "assistant", "content": ""}}))
         deltas = choice.deltas(piece)
-        extra = {"logprobs": self._logprobs(piece.tokens)}
+        extra = {"logprobs": self._logprobs(piece.tokens), **self._ids(piece.tokens)}
         traced = self._traced(choice, piece)
-        if not deltas and (traced or (extra["logprobs"] or {}).get("content")):
+        if not deltas and (traced or extra.get("token_ids") or (extra["logprobs"] or {}).get("content")):
             deltas = [{}]
         for number, delta in enumerate(deltas):
             first = number == 0
@@ -196,6 +200,7 @@ class ChatAnswers(Answers):
             "index": index,
             "message": message,
             "logprobs": self._logprobs(tokens),
+            **self._ids(tokens),
             "finish_reason": choice.finish_reason,
         }
 
@@ -229,8 +234,9 @@ class TextAnswers(Answers):
             choice.started = True
             text = self._echoed(index) + text
         logprobs, traced = self._logprobs(choice, piece.tokens), self._traced(choice, piece)
-        if text or traced or (logprobs or {}).get("tokens"):
-            chunks.append(self._chunk(index, {"text": text, "logprobs": logprobs}, **traced))
+        ids = self._ids(piece.tokens)
+        if text or traced or ids.get("token_ids") or (logprobs or {}).get("tokens"):
+            chunks.append(self._chunk(index, {"text": text, "logprobs": logprobs, **ids}, **traced))
         if piece.completion is not None:
             chunks.append(self._chunk(index, {"text": "", "finish_reason": choice.finish_reason}))
         return chunks
@@ -241,6 +247,7 @@ class TextAnswers(Answers):
             "index": index,
             "text": self._echoed(index) + "".join(piece.text for piece in choice.pieces),
             "logprobs": self._logprobs(choice, tokens),
+            **self._ids(tokens),
             "finish_reason": choice.finish_reason,
         }
 

@@ -45,6 +45,7 @@ class Order:
         include_usage: Whether the last chunk tells the figures.
         trace: Whether chunks tell origins and drafts.
         logprobs: How many likeliest tokens are told for each token; `None` for no log-probabilities at all.
+        token_ids: Whether choices tell the ids of their tokens.
         tools: What may be called.
         echo: Texts that stand before the answers, one for each prompt.
         shown: Prompts as text, for the log.
@@ -55,6 +56,7 @@ class Order:
     include_usage: bool
     trace: bool
     logprobs: int | None
+    token_ids: bool = False
     tools: ToolCalls | None = None
     echo: tuple[str, ...] | None = None
     shown: tuple[str, ...] = ()
@@ -265,6 +267,7 @@ class OrderDesk:
             include_usage=bool(body.stream_options is not None and body.stream_options.include_usage),
             trace=bool(steering.trace and body.stream),
             logprobs=logprobs,
+            token_ids=bool(body.return_token_ids),
             tools=tools,
             echo=echo,
             shown=shown,

@@ -266,6 +266,7 @@ class Sampling(Body):
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = Field(None, description="Whether choices have `token_ids`, as vLLM has them.")
     user: str | None = None
     foredraft: Steering | None = None
     # OpenAI's own affairs: accepted, and of no effect here.

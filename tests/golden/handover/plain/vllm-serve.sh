@@ -1,0 +1,3 @@
+#!/bin/sh
+exec vllm serve org/model \
+    --port 8000
