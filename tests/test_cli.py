@@ -404,7 +404,8 @@ def test_a_second_run_goes_on_from_the_memory(drafter: str, generate: Run, answe
 def test_a_memory_for_who_learns_nothing_is_refused(generate: Run, tmp_path: Path) -> None:
     result = generate("--memory", tmp_path, "--drafter", "ngram")
     refused(
-        result, "Error: Drafter 'ngram' learns nothing that a memory could keep. Use suffix, recycling, auto[:A+B] or "
+        result,
+        "Error: Drafter 'ngram' learns nothing that a memory could keep. Use suffix[:SETTINGS], recycling, auto[:A+B] or ",
     )
 
 

@@ -433,7 +433,7 @@ def test_the_ray_app_is_python_with_the_same_configuration(monkeypatch: pytest.M
             return arguments
 
     for name in ("ray", "ray.serve", "ray.serve.llm"):
-        monkeypatch.setitem(sys.modules, name, Module())  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, name, Module())
     plan, found = plans()["eagle3"], dict[str, Any]()
     exec(compile(ray_app(plan), "ray_app.py", "exec"), found)
     assert given["engine_kwargs"]["speculative_config"] == plan.config

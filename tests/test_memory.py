@@ -174,7 +174,7 @@ def test_a_drafter_that_is_loaded_already_has_a_memory_too(tiny_folder: Path, tm
 @pytest.mark.parametrize("drafter", ["ngram", "none", None, "draft:/no/such/draft", "layer_skip"])
 def test_a_memory_for_who_learns_nothing_is_refused_before_anything_is_loaded(drafter: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        UnsupportedError, match=r"learns nothing .* Use suffix, recycling, auto\[:A\+B\] or hybrid:A\+B\."
+        UnsupportedError, match=r"learns nothing .* Use suffix\[:SETTINGS\], recycling, auto\[:A\+B\] or hybrid:A\+B\."
     ):
         foredraft.load("/no/such/model", drafter, memory=tmp_path)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.backends.transformers import TransformersBackend
+from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Proposer
 from foredraft.proposers.ngram import LONGEST, SHORTEST, NGram
 from foredraft.randomness import TorchSource
@@ -83,3 +86,22 @@ def test_sequences_do_not_share_what_they_saw() -> None:
     first, second = drafter.proposer(law, source), drafter.proposer(law, source)
     assert len(first.propose([1, 2, 3, 1, 2], 3)) == 3
     assert len(second.propose([3, 4, 1, 2], 3)) == 0
+
+
+@pytest.mark.parametrize(("argument", "lengths"), [("", (2, 4)), ("3-5", (3, 5)), ("1-1", (1, 1))])
+def test_the_name_may_say_how_long_matches_are(target: TransformersBackend, argument: str, lengths: Any) -> None:
+    drafter = NGram.for_target(target, argument)
+    assert (drafter.shortest, drafter.longest) == lengths
+
+
+@pytest.mark.parametrize("argument", ["3", "4-3", "0-3", "2-65", "a-b"])
+def test_wrong_lengths_are_refused(target: TransformersBackend, argument: str) -> None:
+    with pytest.raises(InvalidInputError, match=r"must be"):
+        NGram.for_target(target, argument)
+
+
+def test_only_matches_of_these_lengths_count() -> None:
+    tokens = [1, 2, 3, 9, 8, 2, 3]
+    law, source = SamplingLaw(SamplingParams()), TorchSource()
+    assert NGram(2, 2).proposer(law, source).propose(tokens, 2).tokens == (9, 8)
+    assert NGram(3, 4).proposer(law, source).propose(tokens, 2).tokens == ()

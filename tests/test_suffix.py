@@ -517,3 +517,15 @@ def test_numba_is_loaded_for_those_alone_who_draft_by_suffixes() -> None:
     code = "import sys, foredraft.api; assert 'numba' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_settings_may_stand_in_the_name() -> None:
+    settings = SuffixSettings(max_depth=24, floor=0.1, chains_only=True, global_bytes=0)
+    assert SuffixSettings.parse(str(settings)) == settings and SuffixSettings.parse("") == SuffixSettings()
+    assert str(settings) == "max_depth=24/floor=0.1/global_bytes=0/chains_only=true"
+
+
+@pytest.mark.parametrize("text", ["depth=3", "floor", "floor=x", "floor=2", "chains_only=1"])
+def test_wrong_settings_in_the_name_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError):
+        SuffixSettings.parse(text)

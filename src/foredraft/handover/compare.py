@@ -93,11 +93,12 @@ def verify_served(
     peer = UrlPeer(PeerOptions(api_key=api_key), model.tokenizer)
     params = SamplingParams(max_tokens=max_tokens)
     plain, there, here, predicted = model.plain(), _Sums(), _Sums(), _Sums()
-    differences = []
+    differences, answers = [], []
     for number, prompt in enumerate(prompts):
         notify(f"Comparing answers: prompt {number + 1} of {len(prompts)}")
         ids = model.encode(prompt)
         turn = peer.answer(PeerRequest(tuple(ids), (), url, None, max_tokens, 0.0, 0))
+        answers.append(list(turn.ids))
         expected = plain.generate(ids, params)
         there, here = there.plus(turn), here.plus(_turn(expected))
         if drafting is not None:
@@ -123,7 +124,10 @@ def verify_served(
         enumerated=(),
         equality=(Equality(setting, len(prompts), here.tokens, tuple(differences)),),
         sampled=None,
-        server=_told(url, kind, there, here, predicted if drafting is not None else None),
+        server={
+            **_told(url, kind, there, here, predicted if drafting is not None else None),
+            "answers": answers,
+        },
     )
 
 
