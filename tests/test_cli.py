@@ -405,7 +405,8 @@ def test_a_memory_for_who_learns_nothing_is_refused(generate: Run, tmp_path: Pat
     result = generate("--memory", tmp_path, "--drafter", "ngram")
     refused(
         result,
-        "Error: Drafter 'ngram' learns nothing that a memory could keep. Use suffix[:SETTINGS], recycling, auto[:A+B] or ",
+        "Error: Drafter 'ngram' learns nothing that a memory could keep. Use suffix[:SETTINGS], recycling, "
+        "auto[:A+B] or ",
     )
 
 

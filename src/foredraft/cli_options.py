@@ -16,10 +16,10 @@ PromptArgument = Annotated[str, typer.Argument(help="The prompt, or - to read it
 DrafterOption = Annotated[
     str,
     typer.Option(
-        help="What drafts: none, ngram[:MIN-MAX], suffix[:SETTINGS], recycling, lookahead, draft:REF, early_exit:L, layer_skip[:FILE], "
-        "self_quant, eagle3[:REF], eagle:REF, mtp[:REF], medusa:REF, hybrid:A+B, auto[:A+B]. REF is a model, or "
-        "a trained head; hybrid and auto join others, as in "
-        "auto:suffix+draft:REF; auto measures what forwards cost, and drafts only what pays."
+        help="What drafts: none, ngram[:MIN-MAX], suffix[:SETTINGS], recycling, lookahead, draft:REF, early_exit:L, "
+        "layer_skip[:FILE], self_quant, eagle3[:REF], eagle:REF, mtp[:REF], medusa:REF, hybrid:A+B, auto[:A+B]. REF is "
+        "a model, or a trained head; hybrid and auto join others, as in auto:suffix+draft:REF; auto measures what "
+        "forwards cost, and drafts only what pays."
     ),
 ]
 DraftTokensOption = Annotated[
