@@ -263,6 +263,16 @@ def test_vllm_is_started_again_when_it_ends(tmp_path: Path) -> None:
         assert "status 3" in server.status()["engine"]["last_end"]
 
 
+def test_a_vllm_that_does_not_come_back_ends_the_server(tmp_path: Path) -> None:
+    program = tmp_path / "once.sh"
+    program.write_text(f'#!/bin/sh\n[ -e "{tmp_path}/ran" ] && exit 4\ntouch "{tmp_path}/ran"\nexec "$@"\n')
+    program.chmod(0o755)
+    with served("--vllm", f"'{program}' '{sys.executable}' '{FAKE}'", arguments="--fake-die-after 1") as server:
+        assert server.chat().status_code == 500
+        assert server.process.wait(60) == 2
+        server.until(lambda: "vLLM does not run (status 4)" in "".join(server.lines))
+
+
 def test_both_end_together_and_streams_end_first() -> None:
     with served("--grace", "0.2", config=None) as server:
         pid = server.status()["engine"]["pid"]
@@ -295,7 +305,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--vllm", "no-such-program"], "vLLM did not start ('no-such-program' cannot be started"),
+        (["--vllm", "no-such-program"], "vLLM does not run ('no-such-program' cannot be started"),
         (["--rule", "block"], "--rule is foredraft's own"),
         (["--drafter", "ngram", "--speculative-config", CONFIG], "leave --drafter out"),
         (["--speculative-config", '{"method": "ngrm"}'], "Did you mean 'ngram'?"),

@@ -99,8 +99,8 @@ def run(front: Front, listener: socket.socket, *, grace: float, announce: Callab
     async def wait() -> None:
         if await front.process.ready():
             announce()
-        else:
-            os.kill(os.getpid(), signal.SIGTERM)  # as whoever stops it would
+        await front.process.given_up()
+        os.kill(os.getpid(), signal.SIGTERM)  # as whoever stops it would
 
     def begin() -> None:
         front.process.begin()
@@ -109,7 +109,7 @@ def run(front: Front, listener: socket.socket, *, grace: float, announce: Callab
     serve(app, front, listener, grace=grace, ready=begin)
     if front.process.state == "failed":
         raise UnsupportedError(
-            f"vLLM did not start ({front.process.last_end}); what it printed says why. The command was: "
+            f"vLLM does not run ({front.process.last_end}); what it printed says why. The command was: "
             f"{' '.join(front.process.command)}"
         )
 

@@ -44,7 +44,7 @@ class Supervised:
         self._stop_after, self._pauses = stop_after, tuple(pauses)
         self._process: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()
+        self._settled, self._given_up = asyncio.Event(), asyncio.Event()
 
     @property
     def pid(self) -> int | None:
@@ -59,6 +59,10 @@ class Supervised:
         """Waits until it answers for the first time; `False` if it was given up."""
         await self._settled.wait()
         return self.state != "failed"
+
+    async def given_up(self) -> None:
+        """Waits until it is not started any more, because it ended again and again."""
+        await self._given_up.wait()
 
     def drain(self) -> None:
         """No more starts: what ends now stays ended."""
@@ -95,6 +99,7 @@ class Supervised:
                 logger.error("vLLM ended %d times before it answered, and is given up: %s", failures, self.last_end)
                 self.state = "failed"
                 self._settled.set()
+                self._given_up.set()
                 return
             pause = self._pauses[min(failures, len(self._pauses)) - 1]
             logger.error("vLLM ended (%s); it is started again in %g s", self.last_end, pause)

@@ -264,6 +264,7 @@ async def status(request: Request) -> Response:
             "rules": [drafting.rule] if drafting.rule is not None else [],
             "plain_tokens_per_second": None,
             "status": now,
+            "traces": False,
             "limits": asdict(front.limits),
             "recent": front.recent.listed(),
             "engine": {
