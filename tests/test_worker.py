@@ -232,3 +232,10 @@ def test_the_default_drafter_goes_on_from_its_memory(tiny_folder: Path, tmp_path
     worker.close()
     assert again.ids == first.ids
     assert again.stats.target_forwards < first.stats.target_forwards
+
+
+def test_the_default_drafter_may_be_told_how_much_to_draft(tiny_folder: Path) -> None:
+    loader = Loader(engine=EngineChoice(backend="native", threads=1))
+    methods = Methods(loader, str(tiny_folder), default="ngram:2-3", others=("ngram",), draft_tokens=3)
+    assert methods.setup().draft_tokens == 3 and methods.setup(draft_tokens=5).draft_tokens == 5
+    assert methods.setup("ngram").draft_tokens == 7

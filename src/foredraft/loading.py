@@ -92,6 +92,7 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
         _refuse_argument(name, argument)
     elif "[" not in usage and not argument:
         raise InvalidInputError(f"Drafter '{name}' needs more: {_NEEDED[name]}.")
+    DRAFTERS[name].check_argument(argument)
     return name, argument
 
 

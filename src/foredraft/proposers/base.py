@@ -102,6 +102,14 @@ class Drafter(ABC):
         return self.draws is not Draws.POINT
 
     @classmethod
+    def check_argument(cls, argument: str) -> None:  # noqa: B027  (of most only the target can tell)
+        """Refuse what can be known to be wrong of an argument before anything is loaded.
+
+        Raises:
+            InvalidInputError: The argument is not one that it takes.
+        """
+
+    @classmethod
     def for_target(cls, target: Backend, argument: str = "") -> Drafter:
         """The drafter for a target, as `NAME` or `NAME:ARGUMENT` asks for it.
 

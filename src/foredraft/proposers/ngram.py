@@ -42,7 +42,12 @@ class NGram(Drafter):
         self.shortest, self.longest = shortest, longest
 
     @classmethod
-    def for_target(cls, target: Backend, argument: str = "") -> NGram:
+    def check_argument(cls, argument: str) -> None:
+        """See `Drafter`."""
+        cls.parse(argument)
+
+    @classmethod
+    def parse(cls, argument: str) -> NGram:
         """With the lengths of matches that the argument says, `MIN-MAX`."""
         if not argument:
             return cls()
@@ -50,6 +55,11 @@ class NGram(Drafter):
         if lengths is None:
             raise InvalidInputError(f"Drafter 'ngram:{argument}' must be ngram:MIN-MAX, tokens of a match: ngram:2-4.")
         return cls(int(lengths[1]), int(lengths[2]))
+
+    @classmethod
+    def for_target(cls, target: Backend, argument: str = "") -> NGram:
+        """See `parse`: it needs nothing of the target."""
+        return cls.parse(argument)
 
     def proposer(self, law: Law, source: RandomSource) -> NGramProposer:
         """A proposer with an empty index; it needs neither the law nor randomness."""

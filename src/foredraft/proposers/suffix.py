@@ -145,6 +145,11 @@ class Suffix(Drafter):
         _compile()
 
     @classmethod
+    def check_argument(cls, argument: str) -> None:
+        """See `Drafter`."""
+        SuffixSettings.parse(argument)
+
+    @classmethod
     def for_target(cls, target: Backend, argument: str = "") -> Suffix:
         """No earlier answers; the settings that the argument names, `suffix:max_depth=24/floor=0.1`."""
         return cls(target.vocab_size, SuffixSettings.parse(argument))
