@@ -73,6 +73,9 @@ RAY = """\
 import importlib.util
 import json
 import sys
+if len(sys.argv) > 2:
+    import ray
+    ray.init(num_cpus=4, include_dashboard=False)
 spec = importlib.util.spec_from_file_location("ray_app", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -81,9 +84,8 @@ found = {"options": config.deployment_config, "engine": config.engine_kwargs, "m
 found["bundles"] = config.get_engine_config().placement_bundles
 print("FOUND", json.dumps(found, default=str), flush=True)
 if len(sys.argv) > 2:
-    import httpx, ray
+    import httpx
     from ray import serve
-    ray.init(num_cpus=4, include_dashboard=False)
     serve.start(http_options={"port": int(sys.argv[2])})
     serve.run(module.app)
     body = {"model": config.model_id, "prompt": "One, two, three,", "max_tokens": 8, "temperature": 0}

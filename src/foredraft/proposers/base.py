@@ -101,8 +101,8 @@ class Drafter(ABC):
         """Whether what it drafts takes forwards of some network: then it is asked only for what should pay."""
         return self.draws is not Draws.POINT
 
-    @classmethod
-    def check_argument(cls, argument: str) -> None:  # noqa: B027  (of most only the target can tell)
+    @classmethod  # noqa: B027  (of most only the target can tell)
+    def check_argument(cls, argument: str) -> None:
         """Refuse what can be known to be wrong of an argument before anything is loaded.
 
         Raises:
