@@ -165,7 +165,7 @@ def written(model: str, drafter: str, folder: Path) -> Handover:
     """One hand-over, in a folder of its own."""
     files = resolve(model, cache_folder())
     out = folder / drafter.replace("/", "-").replace(":", "-")
-    reference = loadable(files, folder)
+    reference = loadable(files, folder / "model")
     head = own_head(files, drafter, out) if drafter == "eagle3" else None
     sizes = Parallel(2, 1, 2) if drafter == "suffix" else Parallel()
     plan = planned(reference, None, drafter, name=model, draft=head, parallel=sizes, version="0.32")

@@ -30,7 +30,8 @@ from foredraft.handover.plan import Handover, planned
 from foredraft.handover.reading import parse_config, read_config
 from foredraft.handover.translate import translate
 from foredraft.handover.vllm import command, manifest, ray_app
-from foredraft.handover.write import write
+from foredraft.handover.write import own_head, write
+from foredraft.models import ModelFiles
 
 GOLDEN = Path(__file__).parent / "golden" / "handover"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -521,12 +522,23 @@ def test_the_command_writes_everything(tiny_folder: Path, tmp_path: Path, capsys
     run_folder = bench_folder(tmp_path / "run")
     options = ("--from", run_folder, "--out", out, "--drafter", "ngram", "--batch", "1,4", "--vllm-version", "0.32")
     assert run("handover", "vllm", tiny_folder, *options, "--tensor-parallel", 2) == 0
-    said = capsys.readouterr().out
-    assert "batch   1:" in said and "handover.md" in said
+    said, beside = capsys.readouterr()
+    assert "batch   1:" in said and "handover.md" in said and "is of 'org/model', and this is for" in beside
     assert {file.name for file in out.iterdir()} == {
         *("handover.md", "speculative-config.json", "vllm-serve.sh", "kubernetes.yaml", "ray_app.py"),
     }
     assert json.loads((out / "speculative-config.json").read_text())["method"] == "ngram"
+
+
+def test_the_head_that_comes_with_foredraft_goes_along(tmp_path: Path) -> None:
+    bundled = ModelFiles("smollm2-135m", tmp_path)
+    head = own_head(bundled, "eagle3", tmp_path / "out")
+    assert head is not None and {file.name for file in Path(head).iterdir()} == {"config.json", "model.safetensors"}
+    plan = planned("org/model", None, "eagle3", draft=head)
+    plan.check(Facts("org/model", hidden=576, vocabulary=49152))
+    with pytest.raises(UnsupportedError, match="made for a target with states of 576, and org/model has 64"):
+        plan.check(Facts("org/model", hidden=64))
+    assert own_head(bundled, "mtp", tmp_path) is None
 
 
 def test_gains_for_a_card_and_for_a_curve(

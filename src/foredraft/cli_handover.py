@@ -73,7 +73,7 @@ def vllm(
     sizes = [number(int, text, "batch") for text in listed(batch)]
     parallel = Parallel(tensor_parallel, pipeline_parallel, data_parallel)
     with progress() as notify:
-        record = _record(source)
+        record = _record(source, model)
         files = _files(model, always=gpu is not None)
         machine = _machine(record, costs, gpu, files, parallel)
         chosen = record.choose(drafter).drafter if record is not None else drafter
@@ -143,7 +143,7 @@ def _other(
     from foredraft.handover.write import write_texts
 
     with progress() as notify:
-        record, parallel = _record(source), Parallel(*sizes)
+        record, parallel = _record(source, model), Parallel(*sizes)
         files = _files(model)
         plan = planned(model, record, drafter, parallel=parallel, draft_tokens=draft_tokens)
         name = plan.translation.drafter
@@ -158,10 +158,16 @@ def _other(
     typer.echo(f"written: {' and '.join(map(str, written))}")
 
 
-def _record(source: Path | None) -> Record | None:
+def _record(source: Path | None, model: str) -> Record | None:
+    """What was measured; that it is of another model is said, as two names may mean the same one."""
     from foredraft.handover.measured import read_record
 
-    return read_record(source) if source is not None else None
+    if source is None:
+        return None
+    record = read_record(source)
+    if record.model not in ("", model):
+        typer.echo(f"Note: {record.origin} is of '{record.model}', and this is for '{model}'.", err=True)
+    return record
 
 
 def _files(model: str, always: bool = False) -> ModelFiles | None:
@@ -176,7 +182,7 @@ def _files(model: str, always: bool = False) -> ModelFiles | None:
 def _loadable(model: str, files: ModelFiles | None, out: Path, notify: Notify) -> str:
     from foredraft.handover.write import loadable
 
-    return model if files is None else loadable(files, out, notify)
+    return model if files is None else loadable(files, out / "model", notify)
 
 
 def _head(drafter: str | None, model: str, files: ModelFiles | None, out: Path) -> str | None:

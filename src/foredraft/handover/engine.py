@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.backends.checkpoint import load_checkpoint
 from foredraft.errors import UnsupportedError
 from foredraft.handover.check import check_config, method_of
 from foredraft.handover.edge import Drafting
@@ -21,6 +20,7 @@ from foredraft.handover.process import Supervised
 from foredraft.handover.proxy import Front, create_proxy
 from foredraft.handover.reading import read_config
 from foredraft.handover.vllm import compact
+from foredraft.handover.write import loadable
 from foredraft.models import BUNDLED, Notify, file_key, resolve
 from foredraft.serve.run import serve
 
@@ -136,13 +136,7 @@ def _loadable(model: str, cache: Path, notify: Notify) -> str:
     if model not in BUNDLED and not is_local(model):
         return model
     files = resolve(model, cache, notify)
-    if not files.is_gguf:
-        return model
-    converted = cache / "converted" / file_key(files.path)
-    if not (converted / "config.json").is_file():
-        notify("Writing the GGUF weights as a folder that vLLM loads")
-        load_checkpoint(files.path, device="cpu", dtype="float32", converted=converted)
-    return str(converted)
+    return loadable(files, cache / "converted" / file_key(files.path), notify)
 
 
 def _free_port() -> int:

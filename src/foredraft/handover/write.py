@@ -46,8 +46,8 @@ def write_texts(texts: dict[str, str], folder: Path) -> list[Path]:
     return written
 
 
-def loadable(files: ModelFiles, folder: Path, notify: Notify = lambda _: None) -> str:
-    """The model as vLLM loads it: the reference itself, or for a GGUF file a folder beside the page.
+def loadable(files: ModelFiles, converted: Path, notify: Notify = lambda _: None) -> str:
+    """The model as other engines load it: the reference itself, or the folder `converted` made of a GGUF file.
 
     Raises:
         ModelError: The file cannot be read, or is too large to be kept converted.
@@ -55,10 +55,9 @@ def loadable(files: ModelFiles, folder: Path, notify: Notify = lambda _: None) -
     """
     if not files.is_gguf:
         return files.reference
-    converted = folder / "model"
     if not (converted / "config.json").is_file():
         notify("Writing the GGUF weights as a folder that vLLM loads")
-        make_folder(folder)
+        make_folder(converted.parent)
         load_checkpoint(files.path, device="cpu", dtype="float32", converted=converted)
     if not (converted / "config.json").is_file():
         raise ModelError(
