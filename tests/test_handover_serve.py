@@ -193,6 +193,13 @@ def test_bad_requests_do_not_reach_vllm(server: Served, body: Any, status: int, 
     assert len(server.inner()["bodies"]) == before
 
 
+def test_headers_are_not_left_out_in_silence(server: Served) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    response = server.client.post(CHAT, json=body, headers={"X-Foredraft-Budget": "off"})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "foredraft.budget"
+    assert server.client.post(CHAT, json=body, headers={"X-Foredraft-Drafter": "ngram"}).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_vllms_errors_have_our_shape(server: Served, stream: bool) -> None:
     response = server.chat("too long", stream=stream)
@@ -306,7 +313,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "message"),
     [
         (["--vllm", "no-such-program"], "vLLM does not run ('no-such-program' cannot be started"),
-        (["--rule", "block"], "--rule is foredraft's own"),
+        (["--rule", "block"], "--rule is of foredraft's own engine"),
+        (["--memory", "there"], "--memory is of foredraft's own engine"),
+        (["--dtype", "bfloat16"], "--dtype is of foredraft's own engine"),
         (["--drafter", "ngram", "--speculative-config", CONFIG], "leave --drafter out"),
         (["--speculative-config", '{"method": "ngrm"}'], "Did you mean 'ngram'?"),
         (["--speculative-config", "nowhere.json"], "is no JSON object, and no file can be read there"),

@@ -26,7 +26,7 @@ from foredraft.cli_options import (
     configured,
     listed,
 )
-from foredraft.errors import UnsupportedError
+from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.terminal import progress
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ _ADDRESS, _DRAFTING, _LIMITS, _ACCESS, _LOG, _ENGINE = (
     "Log",
     "Engine",
 )
+_VLLM = "vllm"
+_RUNS = ("backend", "weights", "device", "dtype")
 _PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "llguidance")
 
 
@@ -136,7 +138,7 @@ def serve(
     vllm: Annotated[
         str,
         typer.Option(help="With --engine vllm: the program, and arguments before 'serve'.", rich_help_panel=_ENGINE),
-    ] = "vllm",
+    ] = _VLLM,
     vllm_args: Annotated[
         str, typer.Option(help="With --engine vllm: further arguments for it, as in a shell.", rich_help_panel=_ENGINE)
     ] = "",
@@ -174,12 +176,30 @@ def serve(
         log_prompts=log_prompts,
     )
     _log(log_format, verbose)
+    ours = {
+        "--drafters": drafters is not None,
+        "--memory": memory is not None,
+        "--nodes": nodes != Limits.nodes,
+        "--prefill": prefill != Limits.prefill,
+        "--kv-memory": kv_memory is not None,
+        "--rule": rule is not None,
+        "--threads": threads is not None,
+        **{f"--{name}": value != "auto" for name, value in zip(_RUNS, (backend, weights, device, dtype), strict=True)},
+        "--kv": kv != "f32",
+    }
     if engine == "vllm":
         from foredraft.cli_serve_vllm import Answering, serve_with_vllm
 
-        answering = Answering(vllm, vllm_args, drafter, rule, speculative_config)
+        given = next((name for name, said in ours.items() if said), None)
+        if given is not None:
+            raise InvalidInputError(
+                f"{given} is of foredraft's own engine: leave it out, or say it to vLLM (--vllm-args)."
+            )
+        answering = Answering(vllm, vllm_args, drafter, speculative_config)
         serve_with_vllm(model, answering, settings, limits, (host, port), grace)
         return
+    if vllm_args or vllm != _VLLM:
+        raise InvalidInputError("--vllm and --vllm-args are for --engine vllm: leave them out, or say that too.")
     drafter, draft_tokens, rule = configured(speculative_config, drafter, None, rule)
     with bind(host, port) as listener:  # a port in use is told before anything is loaded
         with progress() as notify:

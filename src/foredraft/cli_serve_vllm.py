@@ -22,7 +22,6 @@ class Answering(NamedTuple):
     program: str
     arguments: str
     drafter: str
-    rule: str | None
     config: str | None
 
 
@@ -45,10 +44,6 @@ def serve_with_vllm(
     from foredraft.serve.run import address as shown
     from foredraft.serve.run import bind, is_local
 
-    if answering.rule is not None:
-        raise InvalidInputError(
-            "--rule is foredraft's own: with --engine vllm say rejection_sample_method in the JSON."
-        )
     if answering.config is not None and answering.drafter != "auto":
         raise InvalidInputError("--speculative-config says what drafts, and how: leave --drafter out.")
     listener = bind(*address)

@@ -8,7 +8,7 @@ from typing import Any
 
 from foredraft.serve.problems import ApiError, bad
 from foredraft.serve.settings import ServerSettings
-from foredraft.serve.wire import ChatRequest, CompletionRequest, Sampling
+from foredraft.serve.wire import ChatRequest, CompletionRequest, Sampling, Steering
 
 _SEEDS = 2**63 - 128  # as foredraft's own engine takes them
 _OURS = frozenset(("foredraft", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"))
@@ -32,8 +32,8 @@ class Drafting:
         return not self.method
 
 
-def body_for(request: Sampling, settings: ServerSettings, drafting: Drafting) -> dict[str, Any]:
-    """What vLLM is sent for a checked body.
+def body_for(request: Sampling, settings: ServerSettings, drafting: Drafting, steering: Steering) -> dict[str, Any]:
+    """What vLLM is sent for a checked body, where `steering` is what it or its headers say of drafting.
 
     Raises:
         ApiError: It asks for another model, or for what vLLM does not do for a single request.
@@ -45,7 +45,7 @@ def body_for(request: Sampling, settings: ServerSettings, drafting: Drafting) ->
             param="model",
             code="model_not_found",
         )
-    _check_steering(request, drafting)
+    _check_steering(steering, drafting)
     if request.stream_options is not None and not request.stream:
         raise bad("stream_options", "stream_options needs stream to be true.")
     found = request.model_dump(exclude_none=True, by_alias=True)
@@ -67,11 +67,8 @@ def body_for(request: Sampling, settings: ServerSettings, drafting: Drafting) ->
     return found
 
 
-def _check_steering(request: Sampling, drafting: Drafting) -> None:
+def _check_steering(asked: Steering, drafting: Drafting) -> None:
     """Refuse what one request cannot choose: nothing is left out in silence."""
-    asked = request.foredraft
-    if asked is None:
-        return
     if asked.drafter not in (None, drafting.drafter):
         raise bad(
             "foredraft.drafter",

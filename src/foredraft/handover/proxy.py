@@ -22,6 +22,7 @@ from foredraft.serve import document
 from foredraft.serve.app import Page, guard
 from foredraft.serve.asks import DrainingError, Limits, QueueFullError, Refusal
 from foredraft.serve.logs import Recent, Record
+from foredraft.serve.orders import steered
 from foredraft.serve.problems import ApiError, bad, problem
 from foredraft.serve.reading import read_body
 from foredraft.serve.settings import ServerSettings
@@ -142,10 +143,11 @@ async def completions(request: Request) -> Response:
 async def _answer(request: Request, model: type[ChatRequest] | type[CompletionRequest]) -> Response:
     front, record = _front(request), _record(request)
     body = await read_body(request, model)
-    asked, most = body.foredraft.timeout if body.foredraft is not None else None, front.limits.timeout
+    steering = steered(body.foredraft, request.headers)
+    asked, most = steering.timeout, front.limits.timeout
     if asked is not None and asked > most:
         raise bad("foredraft.timeout", f"foredraft.timeout is {asked:g} s, but the server allows at most {most:g} s.")
-    sent = body_for(body, front.settings, front.drafting)
+    sent = body_for(body, front.settings, front.drafting, steering)
     front.admit()
     usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     relay = Relay(
