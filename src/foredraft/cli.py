@@ -26,7 +26,9 @@ from foredraft.cli_bench import bench
 from foredraft.cli_options import (
     BackendOption,
     DeviceOption,
+    DraftDeviceOption,
     DrafterOption,
+    DraftThreadsOption,
     DraftTokensOption,
     DtypeOption,
     KvOption,
@@ -159,6 +161,8 @@ def generate(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    draft_threads: DraftThreadsOption = None,
+    draft_device: DraftDeviceOption = None,
     kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -193,7 +197,7 @@ def generate(
         options = {
             "draft_tokens": draft_tokens,
             "rule": chosen,
-            **_engine(backend, weights, threads, kv, device, dtype),
+            **_engine(backend, weights, threads, kv, device, dtype, draft_threads, draft_device),
         }
         loaded = _load(model, drafter, notify, verbose=verbose, memory=memory, **options)
         if compare:
@@ -246,6 +250,8 @@ def verify(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    draft_threads: DraftThreadsOption = None,
+    draft_device: DraftDeviceOption = None,
     kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -266,7 +272,11 @@ def verify(
         return
     texts = list(PROMPTS) if prompts is None else _read_lines(prompts)
     with progress() as notify:
-        options = {"draft_tokens": draft_tokens, "rule": rule, **_engine(backend, weights, threads, kv, device, dtype)}
+        options = {
+            "draft_tokens": draft_tokens,
+            "rule": rule,
+            **_engine(backend, weights, threads, kv, device, dtype, draft_threads, draft_device),
+        }
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         result = run(loaded, prompts=texts, max_tokens=max_tokens, samples=samples, control=control, notify=notify)
     console = Console(highlight=False)
@@ -293,6 +303,8 @@ def trace(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    draft_threads: DraftThreadsOption = None,
+    draft_device: DraftDeviceOption = None,
     kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -305,7 +317,11 @@ def trace(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _read_prompt(prompt)
     chosen = _parse_rule(rule, False)
-    options = {"draft_tokens": draft_tokens, "rule": chosen, **_engine(backend, weights, threads, kv, device, dtype)}
+    options = {
+        "draft_tokens": draft_tokens,
+        "rule": chosen,
+        **_engine(backend, weights, threads, kv, device, dtype, draft_threads, draft_device),
+    }
     with whole_file(out) as write, progress() as notify:
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         notify("Generating")
@@ -497,10 +513,19 @@ def _memory_saved(model: Model) -> Iterator[None]:
         raise enough
 
 
-def _engine(backend: str, weights: str, threads: int | None, kv: str, device: str, dtype: str) -> dict[str, Any]:
+def _engine(
+    backend: str,
+    weights: str,
+    threads: int | None,
+    kv: str,
+    device: str,
+    dtype: str,
+    draft_threads: int | None = None,
+    draft_device: str | None = None,
+) -> dict[str, Any]:
     """The options that say what runs the models, by `load`'s names."""
-    names = ("backend", "weights", "threads", "kv", "device", "dtype")
-    return dict(zip(names, (backend, weights, threads, kv, device, dtype), strict=True))
+    names = ("backend", "weights", "threads", "kv", "device", "dtype", "draft_threads", "draft_device")
+    return dict(zip(names, (backend, weights, threads, kv, device, dtype, draft_threads, draft_device), strict=True))
 
 
 def _parse_bias(pairs: Sequence[str]) -> dict[int, float]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from foredraft.types import RoundStats, Stats
+from foredraft.types import ForesightStats, RoundStats, Stats
 
 _MANY_ROUNDS = 16
 _LONG_WINDOW = 64  # rounds
@@ -56,6 +56,23 @@ def summarize(
         drafter=drafter,
         rule=rule,
         backend=backend,
+        foresight=_foresight(rounds),
+    )
+
+
+def _foresight(rounds: Sequence[RoundStats]) -> ForesightStats | None:
+    seen = [(r.foresight, r.accepted) for r in rounds if r.foresight is not None]
+    if not seen:
+        return None
+    tried, hits = Counter(k for _, k in seen), Counter(k for found, k in seen if found.found == "hit")
+    return ForesightStats(
+        rounds=len(seen),
+        hits=sum(hits.values()),
+        late=sum(found.found == "late" for found, _ in seen),
+        by_accepted={k: (hits[k], tried[k]) for k in sorted(tried)},
+        branches=sum(found.branches for found, _ in seen),
+        hidden_seconds=sum(found.seconds for found, _ in seen),
+        waited_seconds=sum(found.waited for found, _ in seen),
     )
 
 

@@ -136,9 +136,11 @@ def promises_same_text(cell: Cell) -> bool:
 def _usual_rule(drafter: str) -> str:
     """The rule that a drafter has at temperatures above 0 if none is asked for; "" if it is not known here."""
     from foredraft.acceptance import Draws, default_rule  # only sampled cells need to load torch for this
+    from foredraft.loading import AHEAD
     from foredraft.loading import DRAFTER_KINDS as kinds  # noqa: N811 (a table like a variable)
 
-    name = drafter.partition(":")[0]
+    kind, _, asked = drafter.partition(":")
+    name = asked.partition(":")[0] if kind in AHEAD else kind
     if name == "none":
         return default_rule(Draws.POINT, trees=False).name
     return default_rule(kinds[name].draws, kinds[name].trees).name if name in kinds else ""

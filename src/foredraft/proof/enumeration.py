@@ -57,6 +57,10 @@ class ScriptedSource:
         """Itself: the script goes on."""
         return self
 
+    def below(self, position: int, root: int) -> ScriptedSource:
+        """Itself: draws below another root are decisions of their own, too."""
+        return self
+
     def coin(self, probability: float) -> bool:
         """True or false, as the script says."""
         return self._decide([1.0 - probability, probability]) == 1

@@ -13,6 +13,7 @@ from foredraft.arms import new_arms, new_turns
 from foredraft.backends.base import KVCache
 from foredraft.estimates import UNSCORED, Calibration
 from foredraft.proposers.base import OFFER, Proposer, Verification
+from foredraft.proposers.forks import Fork, PeekFork, Plan
 from foredraft.types import Draft, Verdict
 
 if TYPE_CHECKING:
@@ -85,10 +86,13 @@ class HybridProposer(JointProposer):
         turns = np.zeros(len(parts), dtype=kernels.TURN)
         turns["chance"] = UNSCORED
         super().__init__(parts, turns, calibration.whose)
-        self._counts = calibration.counts
+        self._calibration, self._counts = calibration, calibration.counts
+        self._peeking: HybridProposer | None = None
+        self._proposed = False  # since the last verification
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The likeliest `budget` nodes of all parts' drafts, by calibrated path probability."""
+        self._proposed = True
         for part, proposer in enumerate(self._parts):
             self._offered[part] = proposer.offer(tokens, budget, self._rows[part], _NO_COSTS)
         _, size = kernels.join(
@@ -96,12 +100,37 @@ class HybridProposer(JointProposer):
         )
         return self._draft(size)
 
+    def peek(self, tokens: Sequence[int], budget: int) -> Draft:
+        """The same of what the parts peek at, with arrays of their own."""
+        if self._peeking is None:
+            self._peeking = HybridProposer([_Peeking(part) for part in self._parts], self._calibration)
+        return self._peeking.propose(tokens, budget)
+
+    def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork:
+        """See `Proposer`."""
+        return PeekFork(self, tokens, draft, plan)
+
     def observe(self, verification: Verification, verdict: Verdict) -> None:
-        """Calibrate, and let every part learn. Parts with a KV cache of their own see what was accepted of theirs."""
-        drafted, path = self._drafted[: len(verification.draft)], np.array(verdict.path, dtype=np.int64)
-        kernels.count_verified(self._counts, drafted, path)
+        """Calibrate, and let every part learn. Parts with a KV cache of their own see what was accepted of theirs.
+
+        A draft that was peeked at calibrates nothing: which score each part gave its nodes was not kept.
+        """
+        proposed, self._proposed = self._proposed, False
+        if proposed:
+            drafted, path = self._drafted[: len(verification.draft)], np.array(verdict.path, dtype=np.int64)
+            kernels.count_verified(self._counts, drafted, path)
         for part in self._parts:
             part.observe(verification, verdict)
+
+
+class _Peeking(Proposer):
+    """Proposes what another one peeks at."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+
+    def propose(self, tokens: Sequence[int], budget: int) -> Draft:
+        return self._proposer.peek(tokens, budget)
 
 
 class AutoProposer(JointProposer):

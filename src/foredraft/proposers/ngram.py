@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.proposers.base import Drafter, Proposer
+from foredraft.proposers.forks import Fork, PeekFork, Plan
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft
@@ -17,6 +18,7 @@ class NGram(Drafter):
 
     name = usage = "ngram"
     draft_tokens = 7
+    forks = True
     when_nothing_is_accepted = "the answer does not repeat anything from its prompt or from itself"
 
     def proposer(self, law: Law, source: RandomSource) -> NGramProposer:
@@ -34,11 +36,19 @@ class NGramProposer(Proposer):
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The tokens that followed the newest occurrence of the longest end of `tokens` seen before."""
         self._index(tokens)
+        return self.peek(tokens, budget)
+
+    def peek(self, tokens: Sequence[int], budget: int) -> Draft:
+        """The same out of what is in the index already."""
         for length in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
             start = self._next.get(tuple(tokens[-length:]))
             if start is not None:
                 return Draft.chain(_copy(tokens, start, budget))
         return Draft()
+
+    def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork:
+        """See `Proposer`."""
+        return PeekFork(self, tokens, draft, plan)
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Note for each new position which runs end before it; the end of `tokens` itself has no continuation yet."""
