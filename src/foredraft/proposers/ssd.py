@@ -27,7 +27,7 @@ FORKING = (
     "draft:REF, layer_skip, self_quant, eagle3, eagle, mtp, ngram, suffix, recycling or a hybrid of the last three"
 )
 """Drafters that can draft for several texts at once."""
-_SHARE, _SHAPED = 0.5, 3
+_SHARE, _SHAPED = 0.5, 3  # Saguaro draws: what is left of the probability of so many tokens
 
 
 class Ssd(Drafter):
@@ -216,9 +216,10 @@ class SsdProposer(Proposer):
     def verifying(self, tokens: Sequence[int], draft: Draft) -> None:
         """Begin to prepare for what may come of the draft."""
         ssd, deepest = self._ssd, max(depths(draft))
-        budget = min(self._budget - 1, ssd.draft_tokens) if self._budget else 0
-        if budget > 0 and (ssd.trial is None or ssd.trial.on):
-            plan = ssd.planner.plan(lambda known: ssd.endings.chances(draft, known), deepest, budget, ssd.runs_model)
+        if self._budget > 0 and (ssd.trial is None or ssd.trial.on):
+            plan = ssd.planner.plan(
+                lambda known: ssd.endings.chances(draft, known), deepest, self._budget, ssd.runs_model
+            )
             fork = self._proposer.fork(tokens, draft, plan)
             self._work = ssd.race.begin(fork) if fork is not None else None
         self._drafting = self._drafting[0], perf_counter()
@@ -268,6 +269,6 @@ class SsdProposer(Proposer):
 def weighed_down(law: Tensor, share: float) -> Tensor:
     """The law `[V]` with its likeliest tokens at a share of their probability, all divided by the new sum."""
     weighed = law.clone()
-    best = torch.topk(law, min(_SHAPED, len(law))).indices
+    best = torch.topk(law, min(_SHAPED, len(law) // 2)).indices
     weighed[best] *= share
     return weighed / weighed.sum()
