@@ -107,7 +107,9 @@ CONTROLS = {
             siblings="with replacement",
             widths=(2,),
         ),
-        Control("ssd-miss", "where nothing was prepared, a look-up counts as drawn from q", "token", children=_looked_up),
+        Control(
+            "ssd-miss", "where nothing was prepared, a look-up counts as drawn from q", "token", children=_looked_up
+        ),
         Control("stale-cache", "a rejected node stays in the KV cache"),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -227,10 +228,10 @@ class TreeBranch(Branch):
         """See `Branch`."""
         if not self.places:
             return -1, self.outcome.token
-        left = [i for i in range(len(self.found)) if i not in self.expanded and self.found[i].depth < DEEPEST]
-        if not left:
+        kept = heapq.nlargest(self.budget, range(len(self.found)), key=lambda i: (self.found[i].score, -i))
+        best = next((i for i in kept if i not in self.expanded and self.found[i].depth < DEEPEST), None)
+        if best is None:  # below others nothing gets in
             return None
-        best = max(left, key=lambda i: self.found[i].score)
         self.expanded.append(best)
         parent = self.found[best].parent
         return (1 + self.expanded.index(parent) if parent >= 0 else 0), self.found[best].token
