@@ -1,4 +1,4 @@
-"""Two rounds of `ssd` on toy models, with a race whose end is scripted: the law of what they emit, every branch taken."""
+"""Two rounds of `ssd` on toy models, with a scripted race: the law of what they emit, every branch taken."""
 
 from __future__ import annotations
 
