@@ -86,14 +86,18 @@ class Engine:
         waiting = deque(enumerate([Generation(request, self.setup) for request in requests]))
         places = at_once or len(waiting)
         running: dict[int, Generation] = {}
-        with self.setup.backend.running():
-            while waiting or running:
-                while waiting and len(running) < places:
-                    index, generation = waiting.popleft()
-                    generation.start()
-                    running[index] = generation
-                yield from play_round(running)
-                running = {index: g for index, g in running.items() if g.finish_reason is None}
+        try:
+            with self.setup.backend.running():
+                while waiting or running:
+                    while waiting and len(running) < places:
+                        index, generation = waiting.popleft()
+                        generation.start()
+                        running[index] = generation
+                    yield from play_round(running)
+                    running = {index: g for index, g in running.items() if g.finish_reason is None}
+        finally:
+            for generation in (*running.values(), *(generation for _, generation in waiting)):
+                generation.close()
 
 
 def play_round(

@@ -263,6 +263,11 @@ class Generation:
             self._proposer.finish(self.tokens)
         return [event, self._finish(self.finish_reason, now)]
 
+    def close(self) -> None:
+        """It will not go on, finished or not: what works for it beside the target need not."""
+        if self._proposer is not None:
+            self._proposer.close()
+
     def _look_at(self, verification: Verification, verdict: Verdict) -> RoundDetail:
         """The draft and the verdict with the target's probability of every token in them."""
         assert self._logprob_rows is not None

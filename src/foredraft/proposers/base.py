@@ -96,6 +96,9 @@ class Proposer(ABC):
     def finish(self, tokens: Sequence[int]) -> None:  # noqa: B027
         """See the whole text, prompt included, once it is complete."""
 
+    def close(self) -> None:  # noqa: B027
+        """Nothing will be asked of it any more, whether or not the text is complete."""
+
 
 class Drafter(ABC):
     """A way of drafting: what is shared between the sequences it drafts for."""

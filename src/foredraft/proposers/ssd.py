@@ -263,6 +263,10 @@ class SsdProposer(Proposer):
         """Nothing is prepared for after the end."""
         self._ssd.race.pause()
         self._proposer.finish(tokens)
+        self.close()
+
+    def close(self) -> None:
+        """The thread ends with the last sequence that is closed, or forgotten."""
         self._leave()
 
 
