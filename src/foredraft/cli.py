@@ -58,7 +58,6 @@ from foredraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from foredraft.api import Model
-    from foredraft.explanation import Explanation
     from foredraft.models import Notify
     from foredraft.types import Completion
 
@@ -155,7 +154,7 @@ def generate(
         bool, typer.Option("--compare", help="Run plain decoding too, check that the text is the same, show both.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="With auto: show what was tried, what it cost and gained, and advice.")
+        bool, typer.Option("--explain", help="With auto or ssd: show what was tried, what it cost and gained.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
     backend: BackendOption = "auto",
@@ -187,9 +186,9 @@ def generate(
         stop=tuple(stop or ()),
     )
     text = _read_prompt(prompt)
-    if explain and drafter.partition(":")[0] != "auto":
+    if explain and drafter.partition(":")[0] not in ("auto", "ssd", "saguaro"):
         raise InvalidInputError(
-            f"--explain tells what auto decided, but the drafter is '{drafter}': leave one of them out."
+            f"--explain tells what auto or ssd decided, but the drafter is '{drafter}': leave one of them out."
         )
     chat = False if no_chat else None
     with progress() as notify:
@@ -224,12 +223,12 @@ def generate(
             settings = {"model": model, "drafter": drafter, "chat": not no_chat, **kept, **options}
             report = _report(completion, plain, settings)
             if explain:
-                report["explanation"] = _explained(loaded, completion).to_dict()
+                report["explanation"] = _explained(loaded, completion)
             typer.echo(json.dumps(report, ensure_ascii=False))
         else:
             show_figures(out, completion, plain)
             if explain:
-                show_explanation(out, _explained(loaded, completion))
+                _show_explained(out, loaded, completion)
     if plain is not None and plain.ids != completion.ids and completion.stats.rule in SAME_TEXT:
         raise typer.Exit(1)
 
@@ -464,13 +463,28 @@ def show(
         show_model(Console(highlight=False), facts)
 
 
-def _explained(model: Model, completion: Completion) -> Explanation:
+def _explained(model: Model, completion: Completion) -> dict[str, Any]:
     """What the drafter decided, at the costs of the answer's end."""
     from foredraft.explanation import explain
     from foredraft.proposers.auto import Auto
+    from foredraft.proposers.ssd import Ssd
 
-    assert isinstance(model.drafter, Auto)
-    return explain(model.drafter, completion.stats, len(completion.ids))
+    if isinstance(model.drafter, Auto):
+        return explain(model.drafter, completion.stats, len(completion.ids)).to_dict()
+    assert isinstance(model.drafter, Ssd)
+    return {"ssd": model.drafter.explanation()}
+
+
+def _show_explained(out: Console, model: Model, completion: Completion) -> None:
+    from foredraft.explanation import explain
+    from foredraft.proposers.auto import Auto
+    from foredraft.proposers.ssd import Ssd
+
+    if isinstance(model.drafter, Auto):
+        show_explanation(out, explain(model.drafter, completion.stats, len(completion.ids)))
+    elif isinstance(model.drafter, Ssd):
+        console = out if out.is_terminal else Console(stderr=True, highlight=False)
+        console.print(Text(f"\n{model.drafter.explanation()}"), soft_wrap=True)
 
 
 def _read_prompt(prompt: str) -> str:

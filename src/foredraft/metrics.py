@@ -76,6 +76,26 @@ def _foresight(rounds: Sequence[RoundStats]) -> ForesightStats | None:
     )
 
 
+def joined_foresight(parts: Sequence[ForesightStats]) -> ForesightStats | None:
+    """Of several answers together; `None` of none."""
+    if not parts:
+        return None
+    by_accepted: dict[int, tuple[int, int]] = {}
+    for part in parts:
+        for k, (hits, rounds) in part.by_accepted.items():
+            before = by_accepted.get(k, (0, 0))
+            by_accepted[k] = before[0] + hits, before[1] + rounds
+    return ForesightStats(
+        rounds=sum(part.rounds for part in parts),
+        hits=sum(part.hits for part in parts),
+        late=sum(part.late for part in parts),
+        by_accepted=dict(sorted(by_accepted.items())),
+        branches=sum(part.branches for part in parts),
+        hidden_seconds=sum(part.hidden_seconds for part in parts),
+        waited_seconds=sum(part.waited_seconds for part in parts),
+    )
+
+
 def _joined(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     joined: Counter[str] = Counter()
     for each in counts:

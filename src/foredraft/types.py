@@ -247,6 +247,12 @@ class ForesightStats:
     hidden_seconds: float
     waited_seconds: float
 
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> ForesightStats:
+        """Of the dict that `asdict` makes, after JSON, which has texts for keys."""
+        by_accepted = {int(k): (int(hits), int(rounds)) for k, (hits, rounds) in found["by_accepted"].items()}
+        return cls(**{**found, "by_accepted": by_accepted})
+
     @property
     def hit_rate(self) -> float:
         """Of the rounds."""

@@ -90,6 +90,7 @@ class OwnMethod(Method):
             drafted=stats.drafted,
             accepted=stats.accepted,
             rounds=Rounds.of(rounds),
+            foresight=stats.foresight,
         )
 
     def keep(self) -> None:

@@ -232,16 +232,24 @@ class Trial:
 
     def remark(self, name: str) -> str | None:
         """Why it is turned off, with figures; `None` if it is not."""
-        if self._settled is None or self._on:
-            return None
-        off, on = self._settled
-        seen, gain = self._hits / max(self._outcomes, 1), self._rate(on) / self._rate(off)
+        return self.explanation(name) if self._settled is not None and not self._on else None
+
+    def explanation(self, name: str) -> str:
+        """Whether it is on, and why, with figures."""
+        if self._settled is None:
+            return f"{name} is still being tried: {self._tries} rounds with drafting ahead and as many without decide."
+        (off, on), seen = self._settled, self._hits / max(self._outcomes, 1)
+        figures = (
+            f"Drafting while the target verifies, a round took {1e3 * on.seconds:.1f} ms, {1e3 * on.verify:.1f} of "
+            f"them verifying, with drafts {on.depth:.1f} deep and {seen:.0%} of the ends foreseen; drafting before it, "
+            f"{1e3 * off.seconds:.1f} ms, {1e3 * off.verify:.1f} verifying, with drafts {off.depth:.1f} deep. The "
+            f"first ran at {self._rate(on) / self._rate(off):.2f} x of the second"
+        )
+        if self._on:
+            return f"{figures}, and is what {name} does."
         return (
-            f"{name} drafts before the target verifies and no longer meanwhile, which did not pay: a round took "
-            f"{1e3 * on.seconds:.1f} ms, {1e3 * on.verify:.1f} of them verifying, with drafts {on.depth:.1f} deep and "
-            f"{seen:.0%} of the outcomes foreseen; now it takes {1e3 * off.seconds:.1f} ms, {1e3 * off.verify:.1f} "
-            f"verifying, with drafts {off.depth:.1f} deep: the other way ran at {gain:.2f} x of this one. It needs a "
-            "device or cores that the target leaves free (--draft-device, --threads and --draft-threads)."
+            f"{figures}, so it did not pay, and {name} does the second. It needs a device or cores that the target "
+            "leaves free (--draft-device, --threads and --draft-threads)."
         )
 
 

@@ -104,6 +104,10 @@ class Ssd(Drafter):
         """Why nothing is prepared any more, if so."""
         return self.trial.remark(self.name) if self.trial is not None else None
 
+    def explanation(self) -> str:
+        """Whether it drafts while the target verifies, and why, in a few sentences."""
+        return self.trial.explanation(self.name) if self.trial is not None else f"{self.name} always drafts ahead."
+
     def fit(self, *, trees: bool, rule: Rule | None) -> None:
         """As the drafter does."""
         self.drafter.fit(trees=trees, rule=rule)
