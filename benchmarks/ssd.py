@@ -30,7 +30,7 @@ from foredraft.proposers.beside import Work
 from foredraft.proposers.foresight import Planner
 from foredraft.proposers.forks import Fork, Plan, fan_out
 from foredraft.proposers.growing import ModelFork
-from foredraft.proposers.ssd import Saguaro, Ssd
+from foredraft.proposers.ssd import Ssd
 from foredraft.types import RoundEvent, SamplingParams, Stats
 
 PLAIN = "plain, 2 threads"
@@ -72,8 +72,10 @@ def timed(machine: Machine, specs: Sequence[str], tokens: int) -> list[Method]:
     for spec in specs:
         found.append(machine.method(f"{spec}, 2 threads", spec, 2, tokens))
         found.append(machine.method(f"{spec}, 1 thread", spec, 1, tokens))
-        found.append(machine.method(f"ssd:{spec}, a core each", spec, 1, tokens, always=True))
-        found.append(machine.method(f"ssd:{spec}, 2 threads each", spec, 2, tokens, always=True))
+        bare: dict[str, Any] = {"always": True, "lookup": False}  # what is gained by drafting ahead, and nothing else
+        found.append(machine.method(f"ssd:{spec}, a core each", spec, 1, tokens, **bare))
+        found.append(machine.method(f"ssd:{spec}, 2 threads each", spec, 2, tokens, **bare))
+        found.append(machine.method(f"ssd:{spec}, and look-ups", spec, 1, tokens, always=True))
         found.append(machine.method(f"ssd:{spec}, as it decides", spec, 1, tokens, always=False))
     return found
 
@@ -142,7 +144,7 @@ class Noting(ScriptedRace):
         super().__init__(1)
         self.fork: Fork | None = None
 
-    def begin(self, fork: Fork) -> Work:
+    def begin(self, fork: Fork, seconds: float | None = None) -> Work:
         self.fork = fork
         return super().begin(fork)
 

@@ -121,7 +121,12 @@ class SleepingDrafter(Drafter):
 
     def chain(self, position: int, length: int) -> Draft:
         """Tokens from a position of the answer on."""
-        return Draft.chain([p + 1 if self.text.drafted[p] else 0 for p in range(position, position + length)])
+        return Draft.chain(
+            [
+                p + 1 if self.text.drafted[p] else 0
+                for p in range(position, min(position + length, len(self.text.drafted)))
+            ]
+        )
 
     def proposer(self, law: Law, source: RandomSource) -> Proposer:
         return _Sleeper(self)

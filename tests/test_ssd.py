@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from foredraft.proof.controls import CONTROLS
 from foredraft.proof.toys import toy_model
 from foredraft.proof.verify import EXACT, enumerate_ahead, enumerate_control
 from foredraft.proposers.base import Drafter, Proposer, Verification
-from foredraft.proposers.beside import THREAD_NAME, Beside
+from foredraft.proposers.beside import THREAD_NAME, Beside, Work
 from foredraft.proposers.foresight import Endings, Fallback, Planner, Trial
 from foredraft.proposers.forks import Confidence, Fork, Outcome, Plan, fan_out
 from foredraft.proposers.hybrid import Hybrid
@@ -501,7 +502,7 @@ def test_what_fails_in_the_thread_is_told(threaded: Engine) -> None:
     ssd.drafter.proposer = proposer
     began = ssd.race.begin
 
-    def begin(fork: Fork) -> Any:
+    def begin(fork: Fork, seconds: float | None) -> Any:
         work = began(fork)
         while not work.steps:
             pass
@@ -532,7 +533,7 @@ def test_a_step_in_flight_is_waited_for_and_the_rest_forgotten() -> None:
         def settle(self, outcome: Outcome | None) -> Draft:
             return Draft()
 
-    race, fork, other = Beside(), Slow(), Slow()
+    race, fork, other = Beside(), Slow(), Slow()  # no end is foreseen for the verification
     race.enter()
     race.begin(fork)
     race.begin(other)
@@ -542,6 +543,21 @@ def test_a_step_in_flight_is_waited_for_and_the_rest_forgotten() -> None:
     assert (fork.made, other.made) == (1, 0)
     race.close()
     assert gone()
+
+
+def test_a_step_that_would_mostly_come_too_late_is_not_begun() -> None:
+    class Quick(Fork):
+        def step(self) -> bool:
+            return True
+
+        def expects(self, outcome: Outcome) -> bool:
+            return False
+
+        def settle(self, outcome: Outcome | None) -> Draft:
+            return Draft()
+
+    assert Work(Quick(), until=time.perf_counter() + 60).step()
+    assert not Work(Quick(), until=time.perf_counter()).step()
 
 
 PROGRAM = """

@@ -101,6 +101,8 @@ def _verify(times: Times, drafted: int, most: int) -> tuple[float, int]:
             of_step -= until
             if of_step <= 0:
                 steps, of_step = steps + 1, times.step
+                if left < times.step / 2:  # most of another one would come too late
+                    most = steps
     if steps < most and of_step < times.step:  # it was begun, and cannot be broken off
         passed, steps = passed + of_step, steps + 1
     return passed, steps

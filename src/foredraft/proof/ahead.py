@@ -42,7 +42,7 @@ class ScriptedRace:
     def leave(self) -> None:
         """See `Race`."""
 
-    def begin(self, fork: Fork) -> Work:
+    def begin(self, fork: Fork, seconds: float | None = None) -> Work:
         """See `Race`."""
         work = Work(fork)
         for _ in range(self._steps):

@@ -19,6 +19,8 @@ class Work:
     """A fork that is being drafted, and how far it has come."""
 
     fork: Fork
+    until: float | None = None
+    """When the verification should be over, on `perf_counter`: a step of which most would come after is not begun."""
     steps: list[tuple[int, float]] = field(default_factory=list)
     """Of each step so far: nodes that a model read, and seconds."""
     error: BaseException | None = None
@@ -36,8 +38,9 @@ class Work:
             more = self.fork.step()
         except BaseException as error:  # told to whoever waits for the draft
             self.error, more = error, False
-        self.steps.append((self.fork.rows, perf_counter() - started))
-        return more
+        ended = perf_counter()
+        self.steps.append((self.fork.rows, ended - started))
+        return more and (self.until is None or ended + (ended - started) / 2 <= self.until)
 
 
 class Race(Protocol):
@@ -51,8 +54,8 @@ class Race(Protocol):
         """One less."""
         ...
 
-    def begin(self, fork: Fork) -> Work:
-        """Draft, from now on."""
+    def begin(self, fork: Fork, seconds: float | None = None) -> Work:
+        """Draft, from now on; the verification should take so long."""
         ...
 
     def pause(self) -> float:
@@ -96,9 +99,9 @@ class Beside:
             if not self._sequences:
                 self._end()
 
-    def begin(self, fork: Fork) -> Work:
+    def begin(self, fork: Fork, seconds: float | None = None) -> Work:
         """See `Race`."""
-        work, shared = Work(fork), self._shared
+        work, shared = Work(fork, perf_counter() + seconds if seconds is not None else None), self._shared
         with shared.changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=_draft, args=(shared,), name=THREAD_NAME, daemon=True)

@@ -55,6 +55,9 @@ class Ssd(Drafter):
         learned: See `Endings`.
         share: Saguaro draws: the likeliest tokens of each law are drawn so much more seldom than it says, so that where
             the target rejects, what it corrects to is oftener one of those that were prepared for. In (0, 1].
+        lookup: Whether a draft that was not prepared may be looked up instead of drafted, where that gives more for
+            its time.
+        threads: Of what the drafter runs; see `Drafter.apart`.
 
     Raises:
         UnsupportedError: The drafter cannot fork.
@@ -70,6 +73,7 @@ class Ssd(Drafter):
         always: bool = False,
         learned: bool = False,
         share: float = 1.0,
+        lookup: bool = True,
         threads: int | None = None,
     ) -> None:
         if not drafter.forks:
@@ -84,6 +88,7 @@ class Ssd(Drafter):
         self.when_nothing_is_accepted = drafter.when_nothing_is_accepted
         self.draws, self.trees, self.learns = drafter.draws, drafter.trees, drafter.learns
         self.race = race()
+        self.lookup = lookup and drafter.runs_model
         self.endings, self.planner, self.fallback = Endings(learned), Planner(), Fallback()
         self.trial = None if always else Trial(self.endings)
         if share < 1:
@@ -172,7 +177,7 @@ class SsdProposer(Proposer):
 
     def __init__(self, ssd: Ssd, proposer: Proposer, source: RootedSource) -> None:
         self._ssd, self._proposer, self._source = ssd, proposer, source
-        self._lookup = NGramProposer() if ssd.runs_model else None
+        self._lookup: Proposer | None = NGramProposer() if ssd.lookup else None
         self._work: Work | None = None
         self._prepared = Draft()
         self._budget = 0
@@ -225,7 +230,8 @@ class SsdProposer(Proposer):
                 lambda known: ssd.endings.chances(draft, known), deepest, self._budget, ssd.runs_model
             )
             fork = self._proposer.fork(tokens, draft, plan)
-            self._work = ssd.race.begin(fork) if fork is not None else None
+            seconds = ssd.planner.verify_seconds or None
+            self._work = ssd.race.begin(fork, seconds) if fork is not None else None
         self._drafting = self._drafting[0], perf_counter()
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
