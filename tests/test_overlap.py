@@ -63,7 +63,7 @@ def test_a_round_takes_what_the_clock_says() -> None:
 
 # The same with real threads, which sleep
 
-_SLEEP = 0.024  # seconds of a forward
+_SLEEP = 0.03  # seconds of a forward; drafting takes such shares of it that no step ends with it
 
 
 class Cache(KVCache):
@@ -121,12 +121,8 @@ class SleepingDrafter(Drafter):
 
     def chain(self, position: int, length: int) -> Draft:
         """Tokens from a position of the answer on."""
-        return Draft.chain(
-            [
-                p + 1 if self.text.drafted[p] else 0
-                for p in range(position, min(position + length, len(self.text.drafted)))
-            ]
-        )
+        right = self.text.drafted[position : position + length]
+        return Draft.chain([position + i + 1 if ok else 0 for i, ok in enumerate(right)])
 
     def proposer(self, law: Law, source: RandomSource) -> Proposer:
         return _Sleeper(self)
@@ -169,10 +165,10 @@ class _AllSteps(Planner):
         return Plan(ends, 1, budget, budget + 1, 1.0)
 
 
-@pytest.mark.parametrize("draft", [0.25, 0.1])
+@pytest.mark.parametrize("draft", [0.3, 0.12])
 @pytest.mark.parametrize("acceptance", [0.6, 0.9])
 def test_threads_that_sleep_as_planted_agree_with_the_model(acceptance: float, draft: float) -> None:
-    text = Text.of(120, acceptance, HIT_RATE, seed=1)
+    text = Text.of(80, acceptance, HIT_RATE, seed=1)
     sleeper = SleepingDrafter(text, draft * _SLEEP)
     times = Times(draft * _SLEEP, draft * _SLEEP, lambda rows: _SLEEP)
     for ahead in (False, True):
