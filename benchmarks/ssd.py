@@ -156,10 +156,12 @@ class _One(Planner):
         return Plan(lambda known: [1.0] * (deepest + 1), deepest + 1, budget, 1, 1.0)
 
 
-def recorded(machine: Machine, spec: str, prompts: Sequence[str], params: SamplingParams, tokens: int) -> list[End]:
-    """Every end of the rounds of these answers that was not that of the answer."""
+def recorded(
+    machine: Machine, spec: str, prompts: Sequence[str], params: SamplingParams, tokens: int, share: float = 1.0
+) -> list[End]:
+    """Every end of the rounds of these answers that was not that of the answer; `share` is that of Saguaro draws."""
     race, ends = Noting(), list[End]()
-    method = machine.method("", spec, 2, tokens, always=True, race=lambda: race)
+    method = machine.method("", spec, 2, tokens, always=True, lookup=False, share=share, race=lambda: race)
     assert isinstance(method.drafter, Ssd)
     method.drafter.planner = _One()
     from foredraft.generation import Request
@@ -217,22 +219,23 @@ def main() -> None:
         for method in found:
             if isinstance(method.drafter, Ssd) and method.drafter.trial is not None:
                 print(method.drafter.explanation())
-    rates = {}
+    rates: dict[str, dict[str, list[float]]] = {}
     print(f"\n{'ends that were prepared for':<30}" + "".join(f"{f'{b} branches':>14}" for b in BUDGETS))
     for spec in specs:
         for temperature in options.trace_temperatures.split(","):
             params = SamplingParams(max_tokens=options.max_tokens, temperature=float(temperature), seed=0)
-            ends = recorded(machine, spec, prompts, params, options.tokens)
-            rule = {f"fan-out, r = {r:g}": [hits(ends, b, r) for b in BUDGETS] for r in EXPONENTS}
-            rates[f"{spec} T={temperature}"] = {
-                **rule,
-                "even": [hits(ends, b, None) for b in BUDGETS],
-                "ends": len(ends),
-            }
-            print(f"{spec}, temperature {temperature}: {len(ends)} ends")
-            for name, values in rates[f"{spec} T={temperature}"].items():
-                if isinstance(values, list):
-                    print(f"  {name:<28}" + "".join(f"{value:>14.1%}" for value in values), flush=True)
+            shares = (1.0,) if params.greedy else (1.0, 0.5)
+            for share in shares:
+                ends = recorded(machine, spec, prompts, params, options.tokens, share)
+                draws = "" if share == 1 else f", Saguaro draws {share:g}"
+                name = f"{spec}, temperature {temperature}{draws}"
+                rule = {f"fan-out, r = {r:g}": [hits(ends, b, r) for b in BUDGETS] for r in EXPONENTS}
+                rates[name] = {**rule, "even": [hits(ends, b, None) for b in BUDGETS]}
+                accepted = sum(end.accepted for end in ends) / len(ends)
+                print(f"{name}: {len(ends)} ends, {accepted:.2f} tokens accepted a round")
+                for way, values in rates[name].items():
+                    print(f"  {way:<28}" + "".join(f"{value:>14.1%}" for value in values), flush=True)
+                rates[name] |= {"ends": [len(ends)], "accepted": [accepted]}
     about = {"model": options.model, "weights": options.weights, "prompts": len(prompts), "tokens": options.tokens}
     print(json.dumps({**about, "max_tokens": options.max_tokens, "times": tables, "prepared": rates}))
 

@@ -83,6 +83,8 @@ class Setup:
             return RULES["greedy"]
         if self.rule is None:
             drafter = self.drafter
+            if drafter is not None and drafter.races:
+                return RULES["seed-exact"]
             return (
                 default_rule(drafter.draws, drafter.trees) if drafter is not None else default_rule(Draws.POINT, False)
             )

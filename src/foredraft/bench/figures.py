@@ -140,13 +140,13 @@ def promises_same_text(cell: Cell) -> bool:
 def _usual_rule(drafter: str) -> str:
     """The rule that a drafter has at temperatures above 0 if none is asked for; "" if it is not known here."""
     from foredraft.acceptance import Draws, default_rule  # only sampled cells need to load torch for this
-    from foredraft.loading import AHEAD
     from foredraft.loading import DRAFTER_KINDS as kinds  # noqa: N811 (a table like a variable)
 
-    kind, _, asked = drafter.partition(":")
-    name = asked.partition(":")[0] if kind in AHEAD else kind
+    name = drafter.partition(":")[0]
     if name == "none":
         return default_rule(Draws.POINT, trees=False).name
+    if name in kinds and kinds[name].races:
+        return "seed-exact"
     return default_rule(kinds[name].draws, kinds[name].trees).name if name in kinds else ""
 
 

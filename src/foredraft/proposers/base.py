@@ -116,6 +116,8 @@ class Drafter(ABC):
     """Whether its proposers can `fork`; those that run no model can also `peek`."""
     reweigh: Callable[[Tensor], Tensor] | None = None
     """Of drafters that fork: makes of the law `[V]` of a model the one that is drawn from; `None` leaves it."""
+    races: bool = False
+    """Whether its drafts depend on the clock. Only rules keyed by position give a seed the same text each time then."""
     learns: bool = False
     """Whether it learns from earlier text: what, `save` keeps in a folder for the next process to `load`."""
     costs: Costs | None = None

@@ -79,7 +79,7 @@ class DraftModelProposer(Proposer):
         self._reweigh = drafter.reweigh
         self._cache = self._backend.new_cache()
         self._fed: list[int] = []  # drafted tokens in the cache
-        self._last: tuple[list[int], list[Tensor]] = [], []  # what was drafted, and the model's laws there
+        self._last: tuple[int, list[int], list[Tensor]] = 0, [], []  # where what was drafted, and the model's laws
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A chain drawn from the draft model's own law, with that law as q (greedy requests: a point mass)."""
@@ -106,19 +106,21 @@ class DraftModelProposer(Proposer):
             if len(drafted) == budget or x in self._stop_tokens or not unseen:
                 break  # the last was drawn, but is not fed
             history.append(x)
-        self._last = drafted, rows
+        self._last = len(tokens), drafted, rows
         return Draft.chain(drafted, () if self._law.greedy else laws)
 
     def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork | None:
         """See `Proposer`. The cache forgets the root and all after it: these the model reads again, as a tree."""
-        budget, self._fed = plan.budget, []
+        budget = plan.budget
         if self._backend.context is not None:
             budget = min(budget, self._backend.context - len(tokens) - max(depths(draft)) - 1)
         if budget < 1:
             return None
+        self._fed = []
         self._backend.truncate(self._cache, min(self._cache.length, len(tokens) - 1))
-        drafted, rows = self._last
-        known = rows if drafted[: len(draft)] == list(draft.tokens) and draft.is_chain else []
+        position, drafted, rows = self._last
+        own = position == len(tokens) and drafted[: len(draft)] == list(draft.tokens) and draft.is_chain
+        known = rows[: len(draft)] if own else []
         tree = GrowingTree(self._backend, self._cache, tokens)
 
         def grow(outcome: Outcome, history: list[int]) -> Branch:
@@ -128,7 +130,7 @@ class DraftModelProposer(Proposer):
             )
 
         def settle(outcome: Outcome | None, branch: Branch | None, places: Sequence[int | None]) -> Draft:
-            return self._go_on(tree, draft, outcome, branch, places)
+            return self._go_on(tree, tokens, draft, outcome, branch, places)
 
         return ModelFork(
             tokens,
@@ -136,7 +138,7 @@ class DraftModelProposer(Proposer):
             plan,
             expand=self._counted(tree.expand),
             places=[None] * (1 + len(draft)),
-            known=[*known[: len(draft)], *[None] * (1 + len(draft) - len(known[: len(draft)]))],
+            known=[*known, *[None] * (1 + len(draft) - len(known))],
             ranked=self._law_of,
             source=self._source,
             greedy=self._law.greedy,
@@ -154,6 +156,7 @@ class DraftModelProposer(Proposer):
     def _go_on(
         self,
         tree: GrowingTree,
+        tokens: Sequence[int],
         draft: Draft,
         outcome: Outcome | None,
         branch: Branch | None,
@@ -165,13 +168,13 @@ class DraftModelProposer(Proposer):
             place = places[node + 1]
             path = [place - 1, *path] if place is not None else []
             node = draft.parents[node]
-        self._last = [], []
         if not isinstance(branch, ChainBranch) or not branch.drawn:
             tree.keep(path)
             return Draft()
         tree.keep([*path, *(place - 1 for place in branch.places)])
         self._fed = branch.drawn[: len(branch.places) - 1]
-        self._last = branch.drawn, branch.rows
+        accepted = depths(draft)[branch.outcome.node + 1]
+        self._last = len(tokens) + accepted + 1, branch.drawn, branch.rows
         return Draft.chain(branch.drawn, () if self._law.greedy else branch.q)
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:

@@ -19,6 +19,7 @@ from foredraft.proposers.growing import Branch, ChainBranch, ModelFork
 from foredraft.proposers.heads import HeadDrafter, HeadProposer, require_features
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
+from foredraft.tree import depths
 from foredraft.types import Draft
 
 WIDTH = 8
@@ -71,15 +72,20 @@ class _RecurrentProposer(HeadProposer):
         self._run = drafter.new_run()
         self._places: list[int | None] = []  # [N+1] of the last draft's root and nodes in the run; none: no draft
         self._known: list[Tensor | list[int] | None] = []  # [N+1] what the head said after each
+        self._position = 0  # of the token after that root
 
     def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork | None:
         """See `Proposer`. The head's own states stand for the target's, as deep as it drafts otherwise."""
         places = self._places
-        if len(places) != 1 + len(draft) or self._run.depth(places[0] or 0) > DEEPEST:
+        own = self._position == len(tokens) and len(places) == 1 + len(draft)
+        if not own or self._run.depth(places[0] or 0) > DEEPEST:
             return None
 
         def settle(outcome: Outcome | None, branch: Branch | None, places: Sequence[int | None]) -> Draft:
-            return self._go_on(branch)
+            found = self._go_on(branch)
+            if outcome is not None:
+                self._position = len(tokens) + depths(draft)[outcome.node + 1] + 1
+            return found
 
         return ModelFork(
             tokens,
@@ -116,7 +122,7 @@ class _RecurrentProposer(HeadProposer):
 
     def _catch_up(self, tokens: Sequence[int]) -> Tensor | None:
         """Read what was committed since the last draft; logits `[1, V_draft]` after the last token, if any."""
-        self._places, self._known = [], []
+        self._places, self._known, self._position = [], [], len(tokens)
         start, rows = self._take_features()
         if rows is None:
             return None

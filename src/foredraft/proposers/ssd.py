@@ -45,8 +45,9 @@ class Ssd(Drafter):
     - If nothing was prepared, the round's draft is drawn now, or looked up as point masses, and says so in its q.
     - Under `seed-exact` the output is that of plain decoding whatever is drafted; noise is then that of the request.
 
-    With a fixed seed, rules other than `seed-exact` give text that may differ from run to run, always of the right law:
-    how much was prepared in time depends on the clock, and coins are flipped for what was drafted.
+    With a fixed seed, rules that flip coins give text that may differ from run to run, always of the right law: how
+    much was prepared in time depends on the clock, and coins are flipped for what was drafted. So `seed-exact` is the
+    usual rule here; besides, it lets the drafter foresee more, as the noise of the target's draws is known.
 
     Args:
         drafter: Must fork (see `FORKING`).
@@ -64,6 +65,7 @@ class Ssd(Drafter):
     """
 
     usage = "ssd:DRAFTER"
+    races = True
 
     def __init__(
         self,
