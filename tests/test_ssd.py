@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench_runs import PLAIN, answer, made, measured, results
 from foredraft.acceptance import RULES
 from foredraft.backends.base import Backend, Query
+from foredraft.bench.figures import promises_same_text
+from foredraft.bench.records import Cell, Turn
+from foredraft.bench.report import write_report
 from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Request
@@ -38,7 +45,8 @@ from foredraft.proposers.ssd import Saguaro, Ssd, SsdProposer, weighed_down
 from foredraft.proposers.suffix import Suffix
 from foredraft.randomness import DraftSource, KeyedSource, RandomSource, TorchSource
 from foredraft.sampling import Law, SamplingLaw
-from foredraft.types import Draft, SamplingParams, Verdict
+from foredraft.trace import _foreseen
+from foredraft.types import Draft, Foresight, ForesightStats, SamplingParams, Verdict
 from tiny import BACKENDS, collect, complete, drafter_over, generate, rounds_of, tiny_llama
 from tiny_heads import head_over
 
@@ -654,6 +662,26 @@ def test_twins_of_the_target_get_threads_of_their_own(tiny_target: Any) -> None:
     assert quantized.backend.team is not target.team
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_head_reads_tokens_of_any_depth_at_once(tiny_target: Any, backend: str) -> None:
+    """Logits below nodes of different depths are those that come of going level by level."""
+    target: Any = BACKENDS[backend](tiny_target)
+    head: Any = inner_over(target, "eagle3")
+    features, totals = torch.randn(4, 3, target.hidden_size), [3, 4, 5, 6]
+
+    def run() -> Any:
+        found = head.new_run()
+        found.commit(features, totals)
+        found.expand([-1, -1], [7, 8])
+        found.expand([0], [9])
+        return found
+
+    together = run().expand([-1, 2, 1], [10, 11, 12])
+    for row, (parent, token) in enumerate([(-1, 10), (2, 11), (1, 12)]):
+        torch.testing.assert_close(together[row : row + 1], run().expand([parent], [token]), atol=1e-4, rtol=1e-4)
+    assert run().depth(2) == 2
+
+
 # Figures
 
 
@@ -693,3 +721,29 @@ def test_when_it_was_turned_off_the_completion_says_why() -> None:
     ssd.trial.note = lambda verify, seconds, depth: honest(1.0, 3.0 if ssd.trial.on else 2.0, 4)  # type: ignore
     completion = generate(Engine(target, ssd), PROMPTS[0], SamplingParams(max_tokens=60))
     assert any("did not pay" in warning and "0.67 x" in warning for warning in completion.warnings)
+
+
+def test_reports_of_the_benchmark_have_what_was_foreseen(tmp_path: Path) -> None:
+    seen = ForesightStats(8, 5, 1, {0: (2, 4), 2: (3, 4)}, 40, 0.08, 0.004)
+    turn = replace(answer(made([2, 0, 2, 0], 4)), foresight=seen)
+    kept = Turn.from_json(json.loads(json.dumps(asdict(turn))))
+    assert kept == turn
+    cell = Cell("ssd:suffix")
+    run = results(cells=(PLAIN,))
+    run = replace(run, cells=(*run.cells, cell), measurements=(*run.measurements, measured(cell, "item-0", kept, kept)))
+    [figures] = [figures for figures in run.figures if figures.cell == cell and not figures.category]
+    assert figures.foresight is not None
+    assert figures.foresight.by_accepted == {0: (4, 8), 2: (6, 8)}
+    write_report([run], tmp_path / "report.html", tmp_path / "report.md")
+    text, page = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))
+    assert "Drafted while the target verified" in text
+    assert "0: 50%, 2: 75%" in text
+    assert "Drafted while the target verified" in page
+    assert promises_same_text(Cell("ssd:draft:REF", temperature=1.0))  # its usual rule is keyed
+
+
+def test_a_trace_tells_what_was_drafted_meanwhile() -> None:
+    assert _foreseen(None) == ""
+    assert "for 3 ways" in _foreseen(Foresight("hit", 3, 0.1))
+    assert "the next draft is there already" in _foreseen(Foresight("hit", 3, 0.1))
+    assert "for one way" in _foreseen(Foresight("miss", 1, 0.1))
