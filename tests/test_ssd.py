@@ -23,6 +23,7 @@ from bench_runs import PLAIN, answer, made, measured, results
 from foredraft.acceptance import RULES
 from foredraft.backends.base import Backend, Query
 from foredraft.bench.figures import promises_same_text
+from foredraft.bench.forms import percent
 from foredraft.bench.records import Cell, Turn
 from foredraft.bench.report import write_report
 from foredraft.engine import Engine
@@ -737,7 +738,7 @@ def test_reports_of_the_benchmark_have_what_was_foreseen(tmp_path: Path) -> None
     write_report([run], tmp_path / "report.html", tmp_path / "report.md")
     text, page = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))
     assert "Drafted while the target verified" in text
-    assert "0: 50%, 2: 75%" in text
+    assert f"0: {percent(0.5)}, 2: {percent(0.75)}" in text
     assert "Drafted while the target verified" in page
     assert promises_same_text(Cell("ssd:draft:REF", temperature=1.0))  # its usual rule is keyed
 
