@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from foredraft.acceptance import Draws
-from foredraft.backends.base import Backend, KVCache, Query
+from foredraft.backends.base import Backend, Query
 from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Drafter, Proposer, Verification
 from foredraft.proposers.forks import Fork, Outcome, Plan
-from foredraft.proposers.growing import Branch, ChainBranch, ModelFork
+from foredraft.proposers.growing import Branch, ChainBranch, GrowingTree, ModelFork
 from foredraft.proposers.translation import Reading, Translation
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law, finite_argmax
@@ -241,43 +241,6 @@ class DraftModelProposer(Proposer):
         self._backend.commit(self._cache, range(len(chain)))
         self.forwards += 1
         return logits[-1:]
-
-
-class GrowingTree:
-    """Tokens that the draft model reads below what its cache holds, in pieces, until it is said what of them is kept.
-
-    Places: 0 is the root, place i + 1 node i.
-
-    Args:
-        backend: The draft model.
-        cache: Holds a beginning of `tokens`, and not the last of them.
-        tokens: All so far, the root last.
-    """
-
-    def __init__(self, backend: Backend, cache: KVCache, tokens: Sequence[int]) -> None:
-        self._backend, self._cache, self._text = backend, cache, tuple(tokens)
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._known = 0
-
-    def expand(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Logits `[n, V]` after these tokens below these places; the first one of all is the root, below -1."""
-        if not self._known:
-            missing = self._text[self._cache.length : -1]
-            if missing:
-                self._backend.prefill(self._cache, missing)
-            places, tokens = places[1:], tokens[1:]
-        self._tokens += tokens
-        self._parents += [place - 1 for place in places]
-        draft = Draft(tuple(self._tokens), tuple(self._parents))
-        logits = self._backend.forward([Query(self._cache, self._text[-1], draft, self._known)])[0]
-        self._known = 1 + len(draft)
-        return logits
-
-    def keep(self, path: Sequence[int]) -> None:
-        """The root and these nodes stay in the cache; nothing does if nothing was read."""
-        if self._known:
-            self._backend.commit(self._cache, path)
 
 
 class TranslatingProposer(DraftModelProposer):

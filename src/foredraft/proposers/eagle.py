@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,15 +14,12 @@ from foredraft.heads.runs import runs_of
 from foredraft.proposers.base import Proposer
 from foredraft.proposers.forks import Fork, Outcome, Plan
 from foredraft.proposers.growing import Branch, ChainBranch, ModelFork
+from foredraft.proposers.head_trees import DEEPEST, WIDTH, Candidate, TreeBranch, likeliest_nodes
 from foredraft.proposers.heads import HeadDrafter, HeadProposer, require_features
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.tree import depths
 from foredraft.types import Draft
-
-WIDTH = 8
-"""Nodes that are expanded at each level, and children that each gets (EAGLE-2 has 10)."""
-DEEPEST = 8
 
 
 class RecurrentDrafter(HeadDrafter):
@@ -130,15 +125,6 @@ class _RecurrentProposer(HeadProposer):
         return self._run.commit(rows, tokens[start + 1 : start + 1 + len(rows)])
 
 
-class Candidate(NamedTuple):
-    """A node that was scored: where it hangs (a candidate, -1 for the root), its depth and path probability."""
-
-    token: int
-    parent: int
-    depth: int
-    score: float
-
-
 class TreeProposer(_RecurrentProposer):
     """Point-mass trees."""
 
@@ -178,7 +164,7 @@ class TreeProposer(_RecurrentProposer):
 
     def _note(self, found: Sequence[Candidate], place: dict[int, int], budget: int) -> Draft:
         """The draft of the best candidates, with where the run has those that were expanded, and what came after."""
-        draft, chosen = _likeliest(found, budget)
+        draft, chosen = likeliest_nodes(found, budget)
         self._places = [place.get(i) for i in (-1, *chosen)]
         below: dict[int, list[int]] = {i: [] for i in place}
         for node in found:
@@ -204,68 +190,6 @@ class TreeProposer(_RecurrentProposer):
             for parent, score, row, odds in zip(parents, scores, named, chances, strict=True)
             for token, chance in zip(row, odds, strict=True)
         ]
-
-
-class TreeBranch(Branch):
-    """A tree of point masses, of which the likeliest node is expanded in each step.
-
-    Args:
-        outcome: What it is for.
-        position: Of the first token below, in the text.
-        likeliest_tokens: From logits, a position and a width to tokens and their chances.
-        budget: Nodes, at most.
-    """
-
-    def __init__(
-        self,
-        outcome: Outcome,
-        position: int,
-        likeliest_tokens: Callable[[Tensor, int, int], tuple[list[list[int]], list[list[float]]]],
-        budget: int,
-    ) -> None:
-        super().__init__(outcome)
-        self.found: list[Candidate] = []
-        self.expanded: list[int] = []
-        """Of `found`, in the order of `places`."""
-        self.budget = budget
-        self._position, self._likeliest_tokens = position, likeliest_tokens
-
-    def wanted(self) -> tuple[int, int] | None:
-        """See `Branch`."""
-        if not self.places:
-            return -1, self.outcome.token
-        kept = heapq.nlargest(self.budget, range(len(self.found)), key=lambda i: (self.found[i].score, -i))
-        best = next((i for i in kept if i not in self.expanded and self.found[i].depth < DEEPEST), None)
-        if best is None:  # below others nothing gets in
-            return None
-        self.expanded.append(best)
-        parent = self.found[best].parent
-        return (1 + self.expanded.index(parent) if parent >= 0 else 0), self.found[best].token
-
-    def take(self, logits: Tensor) -> None:
-        """See `Branch`."""
-        above = self.expanded[-1] if self.expanded else -1
-        depth, score = (self.found[above].depth, self.found[above].score) if above >= 0 else (0, 1.0)
-        [tokens], [chances] = self._likeliest_tokens(logits, self._position + depth, WIDTH)
-        pairs = zip(tokens, chances, strict=True)
-        self.found += [Candidate(token, above, depth + 1, score * chance) for token, chance in pairs]
-
-    def draft(self) -> Draft:
-        """The likeliest nodes so far."""
-        return _likeliest(self.found, self.budget)[0]
-
-
-def _likeliest(found: Sequence[Candidate], budget: int) -> tuple[Draft, list[int]]:
-    """The draft of the best candidates, and which these are; none is better than the one above it."""
-    order = sorted(range(len(found)), key=lambda i: (-found[i].score, i))[:budget]
-    order.sort()  # parents were found before their children
-    place = {-1: -1, **{old: new for new, old in enumerate(order)}}
-    draft = Draft(
-        tokens=tuple(found[i].token for i in order),
-        parents=tuple(place[found[i].parent] for i in order),
-        scores=tuple(found[i].score for i in order),
-    )
-    return draft, order
 
 
 class ChainProposer(_RecurrentProposer):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from foredraft.backends.base import Backend, KVCache, Query
 from foredraft.proposers.forks import Confidence, Fork, Outcome, Plan, fan_out
 from foredraft.randomness import KeyedSource, RandomSource
 from foredraft.tree import children, paths
@@ -249,3 +250,40 @@ def likeliest(law: Tensor, source: RandomSource, greedy: bool, count: int) -> li
     best = values.topk(min(count, len(values)))
     least = -torch.inf if greedy or values is not law else 0.0
     return [token for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True) if value > least]
+
+
+class GrowingTree:
+    """Tokens that the draft model reads below what its cache holds, in pieces, until it is said what of them is kept.
+
+    Places: 0 is the root, place i + 1 node i.
+
+    Args:
+        backend: The draft model.
+        cache: Holds a beginning of `tokens`, and not the last of them.
+        tokens: All so far, the root last.
+    """
+
+    def __init__(self, backend: Backend, cache: KVCache, tokens: Sequence[int]) -> None:
+        self._backend, self._cache, self._text = backend, cache, tuple(tokens)
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._known = 0
+
+    def expand(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """Logits `[n, V]` after these tokens below these places; the first one of all is the root, below -1."""
+        if not self._known:
+            missing = self._text[self._cache.length : -1]
+            if missing:
+                self._backend.prefill(self._cache, missing)
+            places, tokens = places[1:], tokens[1:]
+        self._tokens += tokens
+        self._parents += [place - 1 for place in places]
+        draft = Draft(tuple(self._tokens), tuple(self._parents))
+        logits = self._backend.forward([Query(self._cache, self._text[-1], draft, self._known)])[0]
+        self._known = 1 + len(draft)
+        return logits
+
+    def keep(self, path: Sequence[int]) -> None:
+        """The root and these nodes stay in the cache; nothing does if nothing was read."""
+        if self._known:
+            self._backend.commit(self._cache, path)
