@@ -20,10 +20,10 @@ REFUSED = [
     ("max_tokens", 2.0, "max_tokens is 2.0, but must be an integer >= 1."),
     ("max_tokens", True, "max_tokens is True, but must be an integer >= 1."),
     ("max_tokens", None, "max_tokens is None, but must be an integer >= 1."),
-    ("temperature", -0.1, "temperature is -0.1, but must be a number >= 0."),
-    ("temperature", NAN, "temperature is nan, but must be a number >= 0."),
-    ("temperature", INFINITY, "temperature is inf, but must be a number >= 0."),
-    ("temperature", "hot", "temperature is 'hot', but must be a number >= 0."),
+    ("temperature", -0.1, "temperature is -0.1, but must be 0 (greedy), or a number >= 1e-12."),
+    ("temperature", NAN, "temperature is nan, but must be 0 (greedy), or a number >= 1e-12."),
+    ("temperature", INFINITY, "temperature is inf, but must be 0 (greedy), or a number >= 1e-12."),
+    ("temperature", "hot", "temperature is 'hot', but must be 0 (greedy), or a number >= 1e-12."),
     ("top_k", -1, "top_k is -1, but must be an integer >= 0 (0 keeps all)."),
     ("top_k", 1.5, "top_k is 1.5, but must be an integer >= 0 (0 keeps all)."),
     ("top_p", 0, "top_p is 0, but must be a number in (0, 1]."),
@@ -31,8 +31,8 @@ REFUSED = [
     ("top_p", NAN, "top_p is nan, but must be a number in (0, 1]."),
     ("min_p", -0.01, "min_p is -0.01, but must be a number in [0, 1]."),
     ("min_p", 1.5, "min_p is 1.5, but must be a number in [0, 1]."),
-    ("repetition_penalty", 0, "repetition_penalty is 0, but must be a number > 0 (1 is off)."),
-    ("repetition_penalty", NAN, "repetition_penalty is nan, but must be a number > 0 (1 is off)."),
+    ("repetition_penalty", 0, "repetition_penalty is 0, but must be a number in [0.001, 1000] (1 is off)."),
+    ("repetition_penalty", NAN, "repetition_penalty is nan, but must be a number in [0.001, 1000] (1 is off)."),
     ("frequency_penalty", 2.1, "frequency_penalty is 2.1, but must be a number in [-2, 2]."),
     ("presence_penalty", -2.1, "presence_penalty is -2.1, but must be a number in [-2, 2]."),
     ("presence_penalty", True, "presence_penalty is True, but must be a number in [-2, 2]."),
@@ -70,7 +70,7 @@ def test_a_setting_out_of_range_is_refused_by_name_value_and_range(name: str, va
 def test_the_ends_of_every_range_are_allowed() -> None:
     SamplingParams(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, seed=0, stop=[])
     for end in (-2, 2):
-        SamplingParams(frequency_penalty=end, presence_penalty=end, repetition_penalty=1e-9)
+        SamplingParams(frequency_penalty=end, presence_penalty=end, repetition_penalty=0.001)
     SamplingParams(logit_bias={0: -100, 10**9: 100.0}, bad_words=(), min_tokens=256, logprobs=20)
     SamplingParams(max_tokens=10**9, temperature=1e6, top_k=10**9, top_p=1e-9, min_p=1, seed=2**63 - 1)
 

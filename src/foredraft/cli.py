@@ -41,6 +41,7 @@ from foredraft.cli_options import (
     WeightsOption,
 )
 from foredraft.cli_report import report
+from foredraft.cli_serve import serve
 from foredraft.cli_theory import theory
 from foredraft.cli_train import train, train_data
 from foredraft.errors import ForedraftError, InvalidInputError
@@ -73,6 +74,7 @@ models_app = typer.Typer(
 app.add_typer(models_app, name="models")
 app.command()(bench)
 app.command()(report)
+app.command()(serve)
 app.command()(theory)
 app.command()(train)
 app.command()(train_data)

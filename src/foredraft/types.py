@@ -16,6 +16,11 @@ from foredraft.checks import is_integer, is_number, require
 if TYPE_CHECKING:
     from torch import Tensor
 
+COLDEST = 1e-12
+"""Least temperature above 0: below, a division by it may overflow. It is greedy for any logits but exact ties."""
+STRONGEST = 1000.0
+"""Largest repetition penalty, and its inverse the smallest, for the same reason."""
+
 Origin = Literal["draft", "correction", "bonus"]
 """Where an emitted token came from. Plain decoding emits only bonus tokens: it drafts nothing, so rejects nothing."""
 
@@ -29,12 +34,13 @@ class SamplingParams:
 
     Args:
         max_tokens: Most tokens to emit, at least 1.
-        temperature: 0 is greedy decoding (exactly, not a small temperature); otherwise logits are divided by it.
+        temperature: 0 is greedy decoding (exactly, not a small temperature); otherwise logits are divided by it, which
+            is at least `COLDEST`.
         top_k: Keep the k likeliest tokens; 0 keeps all.
         top_p: Keep the smallest set of likeliest tokens whose probabilities sum to at least this, in (0, 1].
         min_p: Drop tokens less likely than this share of the likeliest one, in [0, 1].
         repetition_penalty: Divides positive logits, and multiplies negative ones, of every token that prompt or answer
-            has already; 1 is off.
+            has already; 1 is off, [0.001, 1000].
         frequency_penalty: Subtracted from a token's logit for each time the answer has it, in [-2, 2].
         presence_penalty: Subtracted once if the answer has the token, in [-2, 2].
         logit_bias: Added to the logits of these token ids, in [-100, 100].
@@ -74,14 +80,15 @@ class SamplingParams:
             good = strings is not None and all(isinstance(s, str) and s for s in strings)
             self._require(name, good, "a string or a list of strings, none of them empty")
         self._require("max_tokens", is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
-        self._require("temperature", is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
+        cold = is_number(self.temperature) and (self.temperature == 0 or self.temperature >= COLDEST)
+        self._require("temperature", cold, f"0 (greedy), or a number >= {COLDEST:g}")
         self._require("top_k", is_integer(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 keeps all)")
         self._require("top_p", is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
         self._require("min_p", is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
         good_seed = self.seed is None or (is_integer(self.seed) and 0 <= self.seed < 2**63)
         self._require("seed", good_seed, "an integer in [0, 2**63), or None for a fresh one")
-        positive = is_number(self.repetition_penalty) and self.repetition_penalty > 0
-        self._require("repetition_penalty", positive, "a number > 0 (1 is off)")
+        weak = is_number(self.repetition_penalty) and 1 / STRONGEST <= self.repetition_penalty <= STRONGEST
+        self._require("repetition_penalty", weak, f"a number in [{1 / STRONGEST:g}, {STRONGEST:g}] (1 is off)")
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             self._require(name, is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")

@@ -68,7 +68,7 @@ class Limits:
 
     sequences: int = 16
     nodes: int = 64
-    prefill: int = 256
+    prefill: int = 128
     kv_bytes: int | None = None
     waiting: int = 256
     timeout: float = 600.0
