@@ -14,7 +14,9 @@ from foredraft.checks import require
 from foredraft.cli_options import (
     BackendOption,
     DeviceOption,
+    DraftDeviceOption,
     DrafterOption,
+    DraftThreadsOption,
     DtypeOption,
     KvOption,
     ModelArgument,
@@ -127,6 +129,8 @@ def serve(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    draft_threads: DraftThreadsOption = None,
+    draft_device: DraftDeviceOption = None,
     kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -163,7 +167,8 @@ def serve(
             from foredraft.loading import EngineChoice, Loader
             from foredraft.serve.methods import Methods
 
-            loader = Loader(None, EngineChoice(backend, device, dtype, weights, threads, kv), notify)
+            engine = EngineChoice(backend, device, dtype, weights, threads, kv, draft_threads, draft_device)
+            loader = Loader(None, engine, notify)
             others = listed(drafters) if drafters is not None else None
             methods = Methods(loader, model, default=drafter, others=others, rule=rule, memory=memory)
             notify("Warming up")
