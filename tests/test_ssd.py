@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import random
 import subprocess
@@ -53,6 +54,7 @@ from tiny_heads import head_over
 
 PROMPTS = [[1, 2, 3], [40, 41] * 8, [9, 8, 7, 9, 8, 7]]
 FORKING = ("draft", "eagle3", "ngram", "suffix", "recycling", "hybrid")
+ALSO_FORKING = ("eagle", "mtp", "layer_skip", "self_quant")
 
 
 class Everything(Planner):
@@ -87,8 +89,10 @@ def scripted(drafter: Drafter, steps: int = 99) -> Ssd:
 # What is prepared is what would be drafted
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 99])
-@pytest.mark.parametrize("name", FORKING)
+CASES = [*itertools.product(FORKING, (0, 1, 2, 99)), *itertools.product(ALSO_FORKING, (99,))]
+
+
+@pytest.mark.parametrize(("name", "steps"), CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_text_is_that_of_plain_decoding_however_far_the_preparation_came(
     tiny_target: Any, backend: str, name: str, steps: int
