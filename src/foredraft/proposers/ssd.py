@@ -24,7 +24,8 @@ from foredraft.tree import depths, first
 from foredraft.types import Draft, Foresight, Verdict
 
 FORKING = (
-    "draft:REF, layer_skip, self_quant, eagle3, eagle, mtp, ngram, suffix, recycling or a hybrid of the last three"
+    "draft:REF (of the target's vocabulary), layer_skip, self_quant, eagle3, eagle, mtp, "
+    "ngram, suffix, recycling or a hybrid of the last three"
 )
 """Drafters that can draft for several texts at once."""
 _SHARE, _SHAPED = 0.5, 3  # Saguaro draws: what is left of the probability of so many tokens
