@@ -73,15 +73,17 @@ def likeliest(logits: Floats, count: int) -> tuple[NDArray[np.int32], Floats]:
                             best[at + 1], ids[row, at + 1] = best[at], ids[row, at]
                     if at < count:
                         best[at], ids[row, at] = block[i], start + i
-        others, top = np.float32(0), np.float32(0)
+        others, top, seen = np.float32(0), np.float32(0), 0
         for start in range(0, vocabulary, _STRIDE):
-            others += _mass(line[start : start + _PIECE], best[0])
+            piece = line[start : start + _PIECE]
+            others += _mass(piece, best[0])
+            seen += len(piece)
         for at in range(count):
             shares[row, at] = _exp(best[at] - best[0])
             top += shares[row, at]
             if ids[row, at] % _STRIDE < _PIECE:
                 others -= shares[row, at]
-        shares[row] /= top + (_STRIDE // _PIECE) * max(others, np.float32(0))
+        shares[row] /= top + np.float32(vocabulary / seen) * max(others, np.float32(0))
     return ids, shares
 
 
