@@ -3,8 +3,9 @@
     python benchmarks/serve_load.py smollm2-135m --seconds 300
 
 starts `foredraft serve`, answers each request of a pool alone and without speculation, then has `--streams` clients ask
-for them at random. Prints throughput (one at a time, plain batching, speculation), latencies, memory before and after,
-and one JSON line; the exit status is 1 if an answer was wrong, a stream stalled, or memory grew by more than 5 %.
+for them at random. Throughput is that of other prompts, each asked once: one at a time and all at once, plain and with
+`auto`. Prints it with latencies, memory before and after, and one JSON line; the status is 1 if an answer was wrong,
+a stream stalled, or memory grew by more than 5 %.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 
 import httpx
 import psutil
+
+from foredraft.bench.workloads import load_workload
 
 STALLED = 10.0  # seconds without a chunk
 LEAK = 0.05
@@ -138,36 +141,43 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-async def alone(client: Client, requests: list[dict[str, Any]]) -> tuple[list[list[str]], Tally]:
-    """Each request by itself and without speculation: what is right, and how fast one at a time is."""
-    tally, found, started = Tally(), [], perf_counter()
+async def alone(client: Client, requests: list[dict[str, Any]]) -> list[list[str]]:
+    """Each request by itself and without speculation: what is right."""
+    tally, found = Tally(), []
     for body in requests:
         texts = await client.ask({**body, "foredraft": {"drafter": "none"}}, tally)
         assert texts is not None, f"{body} failed alone: {tally.outcomes}"
         found.append(texts)
+    return found
+
+
+async def once(client: Client, model: str, prompts: list[str], streams: int, drafter: str) -> Tally:
+    """Each prompt once, by so many clients: nothing is known of it beforehand."""
+    tally, left, started = Tally(), list(reversed(prompts)), perf_counter()
+
+    async def one() -> None:
+        while left:
+            messages = [{"role": "user", "content": left.pop()}]
+            body = {"model": model, "messages": messages, "temperature": 0.0, "max_tokens": 64, "ignore_eos": True}
+            await client.ask({**body, "foredraft": {"drafter": drafter}}, tally)
+
+    await asyncio.gather(*(one() for _ in range(streams)))
     tally.seconds = perf_counter() - started
-    return found, tally
+    assert tally.answers == len(prompts), tally.outcomes
+    return tally
 
 
 async def crowd(
-    client: Client,
-    requests: list[dict[str, Any]],
-    expected: list[list[str]],
-    *,
-    streams: int,
-    seconds: float,
-    drafter: str | None = None,
-    trouble: bool = False,
+    client: Client, requests: list[dict[str, Any]], expected: list[list[str]], *, streams: int, seconds: float
 ) -> Tally:
-    """So many clients at once, for so long. With `trouble` some leave, some read slowly, some ask for nonsense."""
+    """So many clients at once, for so long. Some leave, some read slowly, some ask for nonsense."""
     tally, started = Tally(), perf_counter()
 
     async def one(number: int) -> None:
         dice = random.Random(number)
         while perf_counter() - started < seconds:
             index = dice.randrange(len(requests))
-            body = requests[index] if drafter is None else {**requests[index], "foredraft": {"drafter": drafter}}
-            luck = dice.random() if trouble else 1.0
+            body, luck = requests[index], dice.random()
             if luck < 0.10:
                 await client.refused(body, dice.choice(BAD), tally)
                 continue
@@ -206,31 +216,39 @@ async def server(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, psut
             process.wait(60)
 
 
+_LIMITS = httpx.Limits(max_connections=None)
+
+
+async def compare(arguments: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second of plain and of speculative decoding, one at a time and many at once, each by a fresh server."""
+    prompts = [item.turns[0] for item in load_workload("bundled").spread(arguments.prompts).items]
+    found = {}
+    for streams in (1, arguments.streams):
+        for drafter in ("none", "auto"):
+            async with server(arguments) as (url, _), httpx.AsyncClient(limits=_LIMITS) as http:
+                tally = await once(Client(url, http), arguments.model, prompts, streams, drafter)
+                found[f"{drafter}, {streams} at once"] = round(tally.tokens_per_second, 1)
+    return found
+
+
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    limits = httpx.Limits(max_connections=None)
-    async with server(arguments) as (url, process), httpx.AsyncClient(limits=limits) as http:
+    throughput = await compare(arguments)
+    async with server(arguments) as (url, process), httpx.AsyncClient(limits=_LIMITS) as http:
         client, requests = Client(url, http), pool(arguments.model, arguments.requests)
-        expected, single = await alone(client, requests)
-        same = {"streams": arguments.streams, "seconds": arguments.compare}
-        await crowd(client, requests, expected, streams=arguments.streams, seconds=arguments.warm, trouble=True)
-        plain = await crowd(client, requests, expected, drafter="none", **same)
-        speculating = await crowd(client, requests, expected, drafter="auto", **same)
+        expected = await alone(client, requests)
+        await crowd(client, requests, expected, streams=arguments.streams, seconds=arguments.warm)
         before = process.memory_info().rss
-        load = await crowd(
-            client, requests, expected, streams=arguments.streams, seconds=arguments.seconds, trouble=True
-        )
+        load = await crowd(client, requests, expected, streams=arguments.streams, seconds=arguments.seconds)
         after = process.memory_info().rss
         status = (await http.get(f"{url}/foredraft/status")).json()["status"]
     return {
         "tokens_per_second": {
-            "one at a time, plain": round(single.tokens_per_second, 1),
-            f"{arguments.streams} at once, plain": round(plain.tokens_per_second, 1),
-            f"{arguments.streams} at once, auto": round(speculating.tokens_per_second, 1),
-            "under trouble": round(load.tokens_per_second, 1),
+            **throughput,
+            "under load": round(load.tokens_per_second, 1),
         },
         "answers": load.answers,
         "outcomes": dict(load.outcomes),
-        "wrong": [*load.wrong, *plain.wrong, *speculating.wrong],
+        "wrong": load.wrong,
         "ttft_ms": _percentiles(load.first),
         "between_chunks_ms": _percentiles(load.gaps),
         "longest_wait_s": round(max(load.gaps + load.first), 2),
@@ -249,9 +267,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=300.0, help="of the load with trouble")
-    parser.add_argument("--compare", type=float, default=40.0, help="seconds of each of the two without trouble")
-    parser.add_argument("--warm", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the load")
+    parser.add_argument("--warm", type=float, default=20.0, help="seconds of the same before memory is measured")
+    parser.add_argument("--prompts", type=int, default=44, help="of the comparison")
     parser.add_argument("--requests", type=int, default=28, help="different ones")
     parser.add_argument("--log", default="serve_load.log", help="where the server's log goes")
     parser.add_argument("serve", nargs="*", help="further arguments for `foredraft serve`, after --")

@@ -424,7 +424,7 @@ def test_explain_tells_what_auto_did(generate: Run) -> None:
 
 
 def test_explain_needs_auto(generate: Run) -> None:
-    message = "Error: --explain tells what auto decided, but the drafter is 'ngram': leave one of them out."
+    message = "Error: --explain tells what auto or ssd decided, but the drafter is 'ngram': leave one of them out."
     refused(generate("--explain", "--drafter", "ngram"), message)
 
 

@@ -242,6 +242,7 @@ def test_what_has_no_counterpart_is_refused_by_name(config: dict[str, Any], mess
         ("hybrid:suffix+recycling", "suffix", True),
         ("auto", "suffix", True),
         ("auto:suffix+draft:org/small", "draft_model", True),
+        ("ssd:draft:org/small", "draft_model", True),
     ],
 )
 def test_every_drafter_has_a_method_or_a_stand_in(drafter: str, method: str, stands_in: bool) -> None:

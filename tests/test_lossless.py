@@ -10,6 +10,7 @@ import importlib
 import inspect
 import itertools
 import pkgutil
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,8 +34,11 @@ from foredraft.proof.enumeration import ancestral_law
 from foredraft.proof.statistics import g_test
 from foredraft.proposers import DRAFTERS
 from foredraft.proposers.base import Drafter, Proposer
-from foredraft.proposers.eagle import ChainProposer
+from foredraft.proposers.draft_model import DraftModel
+from foredraft.proposers.eagle import ChainProposer, RecurrentDrafter
+from foredraft.proposers.hybrid import Hybrid
 from foredraft.proposers.medusa import ParallelChainProposer
+from foredraft.proposers.suffix import Suffix
 from foredraft.sampling import probabilities
 from foredraft.types import Draft, SamplingParams
 from tiny import (
@@ -49,10 +53,18 @@ from tiny import (
 )
 from tiny_heads import HEAD_DRAFTERS, head_over
 
-KINDS: dict[str, type[Drafter]] = {**DRAFTERS, **HEAD_DRAFTERS}
-"""What drafts in each row: the drafters of the registry, and one with every kind of head."""
+AHEAD: dict[str, type[Drafter]] = {
+    "ssd:draft": DraftModel,
+    "ssd:eagle3": RecurrentDrafter,
+    "ssd:suffix": Suffix,
+    "ssd:hybrid:suffix+recycling": Hybrid,
+}
+"""Drafters that are asked while the target verifies."""
 
-EITHER_WAY = ("auto", *HEAD_DRAFTERS)
+KINDS: dict[str, type[Drafter]] = {**DRAFTERS, **HEAD_DRAFTERS, **AHEAD}
+"""What drafts in each row: the drafters of the registry, one with every kind of head, and some asked ahead of time."""
+
+EITHER_WAY = ("auto", "ssd:eagle3", *HEAD_DRAFTERS)
 """They draft chains where there must be no trees."""
 
 Row = tuple[str, str, str]
@@ -99,7 +111,7 @@ def test_a_rule_that_is_not_made_for_the_drafts_is_refused(
     tiny_target: Any, drafter: str, backend: str, rule: str
 ) -> None:
     target = BACKENDS[backend](tiny_target)
-    with pytest.raises(UnsupportedError, match=f"'{drafter}' drafts .* rule '{rule}' does not accept. Use "):
+    with pytest.raises(UnsupportedError, match=f"'{re.escape(drafter)}' drafts .* rule '{rule}' does not"):
         Engine(target, drafter_over(target, drafter), rule=rule)
 
 
@@ -218,7 +230,7 @@ def drawn(few_tokens: Any, drafter: str, backend: str, rule: str) -> Counter[tup
 # To save time, every drafter is drawn by its default rule on the native backend, the fastest, and one of each kind of
 # draw by every rule there. Rules and engine are the same on every backend, and equality is tested in all rows: on the
 # others a few drafters will do. Heads are drawn where they draft by chance; their trees are in the rows of equality.
-BY_EVERY_RULE = ("ngram", "draft", "eagle3", "medusa")
+BY_EVERY_RULE = ("ngram", "draft", "ssd:draft", "eagle3", "medusa")
 ON_OTHER_BACKENDS = ("ngram", "draft", "recycling", "eagle3", "medusa")
 
 
@@ -234,7 +246,7 @@ def is_drawn(drafter: str, backend: str, rule: str) -> bool:
 
 def usual_rule(drafter: str) -> str:
     kind = KINDS[drafter]
-    return "block" if drafter in HEAD_DRAFTERS else default_rule(kind.draws, kind.trees).name
+    return "block" if drafter.removeprefix("ssd:") in HEAD_DRAFTERS else default_rule(kind.draws, kind.trees).name
 
 
 @pytest.mark.parametrize(("drafter", "backend", "rule"), drawing(lossy=False))

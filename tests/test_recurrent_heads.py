@@ -13,7 +13,8 @@ from foredraft.engine import Engine
 from foredraft.generation import Request
 from foredraft.heads.block import BlockShape
 from foredraft.heads.recurrent import Eagle3Head, EagleHead, RecurrentHead, SequentialMTPHead
-from foredraft.proposers.eagle import DEEPEST, WIDTH, RecurrentDrafter, TreeProposer
+from foredraft.proposers.eagle import RecurrentDrafter, TreeProposer
+from foredraft.proposers.head_trees import DEEPEST, WIDTH
 from foredraft.randomness import KeyedSource
 from foredraft.sampling import SamplingLaw
 from foredraft.train.features import Window, features_of, padded

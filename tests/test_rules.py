@@ -302,6 +302,9 @@ class CoinsOnly:
     def at(self, position: int) -> RandomSource:
         return self
 
+    def below(self, position: int, root: int) -> RandomSource:
+        return self
+
     def coin(self, probability: float) -> bool:
         return self._source.coin(probability)
 

@@ -18,7 +18,7 @@ from foredraft.generation import Request
 from foredraft.proposers.ngram import NGram
 from foredraft.serve.asks import Status, Watch
 from foredraft.serve.metrics import DEPTHS, OUTCOMES, SECONDS, Metrics
-from foredraft.types import FinishEvent, RoundEvent, RoundStats, SamplingParams, Stats
+from foredraft.types import FinishEvent, Foresight, RoundEvent, RoundStats, SamplingParams, Stats
 from tiny import collect
 
 strict: Any = openmetrics.text_string_to_metric_families  # it has no type hints
@@ -38,7 +38,7 @@ def sample(of: Metrics, name: str, **labels: str) -> float | None:
     return of.registry.get_sample_value(name, labels)
 
 
-def a_round(*, drafted: int = 0, accepted: int = 0, depth: int = 0) -> RoundStats:
+def a_round(*, drafted: int = 0, accepted: int = 0, depth: int = 0, foresight: Foresight | None = None) -> RoundStats:
     return RoundStats(
         drafted=drafted,
         drafted_from={},
@@ -50,6 +50,7 @@ def a_round(*, drafted: int = 0, accepted: int = 0, depth: int = 0) -> RoundStat
         verify_seconds=0.5,
         accept_seconds=0.125,
         depth=depth,
+        foresight=foresight,
     )
 
 
@@ -118,6 +119,20 @@ def test_positions_count_from_one_to_the_last() -> None:
     assert last in counted.render()[0].decode()
     assert f'position="{DEPTHS + 1}"' not in counted.render()[0].decode()
     assert sample(counted, "foredraft_accepted_tokens_total", drafter="suffix") == 22
+
+
+def test_what_was_foreseen_is_counted_by_what_came_of_it() -> None:
+    counted = metrics()
+    counted.round("ssd:draft", a_round(foresight=Foresight("hit", 6, 0.25)))
+    counted.round("ssd:draft", a_round(foresight=Foresight("miss", 4, 0.25)))
+    counted.round("ssd:draft", a_round(foresight=Foresight("hit", 5, 0.25)))
+    counted.round("suffix", a_round())
+    name = "foredraft_foreseen_rounds_total"
+    found = [sample(counted, name, drafter="ssd:draft", found=way) for way in ("hit", "late", "miss")]
+    assert found == [2, 0, 1]
+    assert sample(counted, name, drafter="suffix", found="hit") == 0
+    assert sample(counted, "foredraft_foreseen_branches_total", drafter="ssd:draft") == 15
+    assert sample(counted, "foredraft_drafted_meanwhile_seconds_total", drafter="ssd:draft") == 0.75
 
 
 def test_a_forward_is_counted_once_however_many_share_it() -> None:

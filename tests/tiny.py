@@ -24,11 +24,13 @@ from foredraft.proposers.auto import DEFAULT_PARTS, Auto
 from foredraft.proposers.base import Drafter, Proposer
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.early_exit import EarlyExit
+from foredraft.proposers.hybrid import Hybrid
 from foredraft.proposers.layer_skip import LayerSkip
 from foredraft.proposers.lookahead import Lookahead
 from foredraft.proposers.ngram import NGram
 from foredraft.proposers.recycling import Recycling
 from foredraft.proposers.self_quant import SelfQuantized
+from foredraft.proposers.ssd import Ssd
 from foredraft.proposers.suffix import Suffix
 from foredraft.randomness import RandomSource, TorchSource
 from foredraft.sampling import Law
@@ -274,6 +276,12 @@ DRAFTER_MAKERS: dict[str, Callable[[Backend, float], Drafter]] = {
     "medusa": lambda target, noise: head_drafter(target, "medusa"),
     "mtp-independent": lambda target, noise: head_drafter(target, "mtp-independent"),
     "mtp-cascaded": lambda target, noise: head_drafter(target, "mtp-cascaded"),
+    "ssd:draft": lambda target, noise: Ssd(_perturbed_draft(target, noise), always=True),
+    "ssd:eagle3": lambda target, noise: Ssd(head_drafter(target, "eagle3"), always=True),
+    "ssd:suffix": lambda target, noise: Ssd(Suffix.for_target(target), always=True),
+    "ssd:hybrid:suffix+recycling": lambda target, noise: Ssd(
+        Hybrid([Suffix.for_target(target), Recycling.for_target(target)]), always=True
+    ),
 }
 """How the tests make each drafter of the registry and one with each kind of head for a target.
 

@@ -38,6 +38,8 @@ def load(
     weights: str = "auto",
     threads: int | None = None,
     kv: str = "f32",
+    draft_threads: int | None = None,
+    draft_device: str | None = None,
     cache: str | Path | None = None,
     memory: str | Path | None = None,
     notify: Notify = lambda _: None,
@@ -61,6 +63,9 @@ def load(
             model a little).
         threads: Of the native backend; `None` takes the physical cores.
         kv: Of the native backend: keys and values in `f32`, or in `bf16`, which halves their memory.
+        draft_threads: Of the native backend, for draft models, and for heads with `ssd`; `None` takes as many as the
+            target has, for heads one.
+        draft_device: Of draft models; `None` takes the target's.
         cache: Folder for fetched and converted models; `None` takes `cache_folder()`.
         memory: Folder of what the drafter learned in earlier runs: read if it is there, written by `Model.save_memory`.
         notify: Called with a sentence when something that takes time begins.
@@ -70,7 +75,7 @@ def load(
         UnsupportedError: The model or the pair of models cannot be run, or the drafter has no use for a memory.
         InvalidInputError: An argument is not one of those above.
     """
-    engine = EngineChoice(backend, device, dtype, weights, threads, kv)
+    engine = EngineChoice(backend, device, dtype, weights, threads, kv, draft_threads, draft_device)
     loader = Loader(cache, engine, notify)
     choice = parse_drafter(drafter)  # a wrong name is told before anything is loaded
     memory = check_memory(memory, choice) if memory is not None else None

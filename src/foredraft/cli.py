@@ -27,7 +27,9 @@ from foredraft.cli_handover import handover_app
 from foredraft.cli_options import (
     BackendOption,
     DeviceOption,
+    DraftDeviceOption,
     DrafterOption,
+    DraftThreadsOption,
     DraftTokensOption,
     DtypeOption,
     KvOption,
@@ -60,7 +62,6 @@ from foredraft.types import SamplingParams
 
 if TYPE_CHECKING:
     from foredraft.api import Model
-    from foredraft.explanation import Explanation
     from foredraft.models import Notify
     from foredraft.proof.verify import Certificate
     from foredraft.types import Completion
@@ -161,12 +162,14 @@ def generate(
         bool, typer.Option("--compare", help="Run plain decoding too, check that the text is the same, show both.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="With auto: show what was tried, what it cost and gained, and advice.")
+        bool, typer.Option("--explain", help="With auto or ssd: show what was tried, what it cost and gained.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    draft_threads: DraftThreadsOption = None,
+    draft_device: DraftDeviceOption = None,
     kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -192,9 +195,9 @@ def generate(
     )
     text = _read_prompt(prompt)
     drafter, draft_tokens, rule = configured(speculative_config, drafter, draft_tokens, rule)
-    if explain and drafter.partition(":")[0] != "auto":
+    if explain and drafter.partition(":")[0] not in ("auto", "ssd", "saguaro"):
         raise InvalidInputError(
-            f"--explain tells what auto decided, but the drafter is '{drafter}': leave one of them out."
+            f"--explain tells what auto or ssd decided, but the drafter is '{drafter}': leave one of them out."
         )
     chat = False if no_chat else None
     with progress() as notify:
@@ -202,7 +205,7 @@ def generate(
         options = {
             "draft_tokens": draft_tokens,
             "rule": chosen,
-            **_engine(backend, weights, threads, kv, device, dtype),
+            **_engine(backend, weights, threads, kv, device, dtype, draft_threads, draft_device),
         }
         loaded = _load(model, drafter, notify, verbose=verbose, memory=memory, **options)
         if compare:
@@ -229,12 +232,12 @@ def generate(
             settings = {"model": model, "drafter": drafter, "chat": not no_chat, **kept, **options}
             report = _report(completion, plain, settings)
             if explain:
-                report["explanation"] = _explained(loaded, completion).to_dict()
+                report["explanation"] = _explained(loaded, completion)
             typer.echo(json.dumps(report, ensure_ascii=False))
         else:
             show_figures(out, completion, plain)
             if explain:
-                show_explanation(out, _explained(loaded, completion))
+                _show_explained(out, loaded, completion)
     if plain is not None and plain.ids != completion.ids and completion.stats.rule in SAME_TEXT:
         raise typer.Exit(1)
 
@@ -259,6 +262,8 @@ def verify(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    draft_threads: DraftThreadsOption = None,
+    draft_device: DraftDeviceOption = None,
     kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -280,7 +285,11 @@ def verify(
         return
     texts = list(PROMPTS) if prompts is None else _read_lines(prompts)
     with progress() as notify:
-        options = {"draft_tokens": draft_tokens, "rule": rule, **_engine(backend, weights, threads, kv, device, dtype)}
+        options = {
+            "draft_tokens": draft_tokens,
+            "rule": rule,
+            **_engine(backend, weights, threads, kv, device, dtype, draft_threads, draft_device),
+        }
         if url is not None:
             result = _verify_served(model, url, drafter, control, texts, max_tokens, options, notify, verbose)
         else:
@@ -332,6 +341,8 @@ def trace(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    draft_threads: DraftThreadsOption = None,
+    draft_device: DraftDeviceOption = None,
     kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -344,7 +355,11 @@ def trace(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _read_prompt(prompt)
     chosen = _parse_rule(rule, False)
-    options = {"draft_tokens": draft_tokens, "rule": chosen, **_engine(backend, weights, threads, kv, device, dtype)}
+    options = {
+        "draft_tokens": draft_tokens,
+        "rule": chosen,
+        **_engine(backend, weights, threads, kv, device, dtype, draft_threads, draft_device),
+    }
     with whole_file(out) as write, progress() as notify:
         loaded = _load(model, drafter, notify, verbose=verbose, **options)
         notify("Generating")
@@ -487,13 +502,28 @@ def show(
         show_model(Console(highlight=False), facts)
 
 
-def _explained(model: Model, completion: Completion) -> Explanation:
+def _explained(model: Model, completion: Completion) -> dict[str, Any]:
     """What the drafter decided, at the costs of the answer's end."""
     from foredraft.explanation import explain
     from foredraft.proposers.auto import Auto
+    from foredraft.proposers.ssd import Ssd
 
-    assert isinstance(model.drafter, Auto)
-    return explain(model.drafter, completion.stats, len(completion.ids))
+    if isinstance(model.drafter, Auto):
+        return explain(model.drafter, completion.stats, len(completion.ids)).to_dict()
+    assert isinstance(model.drafter, Ssd)
+    return {"ssd": model.drafter.explanation()}
+
+
+def _show_explained(out: Console, model: Model, completion: Completion) -> None:
+    from foredraft.explanation import explain
+    from foredraft.proposers.auto import Auto
+    from foredraft.proposers.ssd import Ssd
+
+    if isinstance(model.drafter, Auto):
+        show_explanation(out, explain(model.drafter, completion.stats, len(completion.ids)))
+    elif isinstance(model.drafter, Ssd):
+        console = out if out.is_terminal else Console(stderr=True, highlight=False)
+        console.print(Text(f"\n{model.drafter.explanation()}"), soft_wrap=True)
 
 
 def _read_prompt(prompt: str) -> str:
@@ -536,10 +566,19 @@ def _memory_saved(model: Model) -> Iterator[None]:
         raise enough
 
 
-def _engine(backend: str, weights: str, threads: int | None, kv: str, device: str, dtype: str) -> dict[str, Any]:
+def _engine(
+    backend: str,
+    weights: str,
+    threads: int | None,
+    kv: str,
+    device: str,
+    dtype: str,
+    draft_threads: int | None = None,
+    draft_device: str | None = None,
+) -> dict[str, Any]:
     """The options that say what runs the models, by `load`'s names."""
-    names = ("backend", "weights", "threads", "kv", "device", "dtype")
-    return dict(zip(names, (backend, weights, threads, kv, device, dtype), strict=True))
+    names = ("backend", "weights", "threads", "kv", "device", "dtype", "draft_threads", "draft_device")
+    return dict(zip(names, (backend, weights, threads, kv, device, dtype, draft_threads, draft_device), strict=True))
 
 
 def _parse_bias(pairs: Sequence[str]) -> dict[int, float]:

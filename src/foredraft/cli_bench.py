@@ -14,6 +14,8 @@ from rich.text import Text
 from foredraft.cli_options import (
     BackendOption,
     DeviceOption,
+    DraftDeviceOption,
+    DraftThreadsOption,
     DtypeOption,
     KvOption,
     ModelArgument,
@@ -74,6 +76,8 @@ def bench(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    draft_threads: DraftThreadsOption = None,
+    draft_device: DraftDeviceOption = None,
     kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -110,7 +114,7 @@ def bench(
         max_tokens=max_tokens,
         repeat=repeat,
         seed=seed,
-        engine=EngineChoice(backend, device, dtype, weights, threads, kv),
+        engine=EngineChoice(backend, device, dtype, weights, threads, kv, draft_threads, draft_device),
         gguf=gguf,
     )
     with counted(_EVERY) as (notify, count), _saying_what_is_kept(out):

@@ -17,9 +17,10 @@ DrafterOption = Annotated[
     str,
     typer.Option(
         help="What drafts: none, ngram[:MIN-MAX], suffix[:SETTINGS], recycling, lookahead, draft:REF, early_exit:L, "
-        "layer_skip[:FILE], self_quant, eagle3[:REF], eagle:REF, mtp[:REF], medusa:REF, hybrid:A+B, auto[:A+B]. REF is "
-        "a model, or a trained head; hybrid and auto join others, as in auto:suffix+draft:REF; auto measures what "
-        "forwards cost, and drafts only what pays."
+        "layer_skip[:FILE], self_quant, eagle3[:REF], eagle:REF, mtp[:REF], medusa:REF, hybrid:A+B, auto[:A+B], "
+        "ssd:DRAFTER, saguaro:DRAFTER. REF is a model, or a trained head; hybrid and auto join others, as in "
+        "auto:suffix+draft:REF; auto measures what forwards cost, and drafts only what pays; ssd has another drafter "
+        "draft the next round while the target verifies this one."
     ),
 ]
 DraftTokensOption = Annotated[
@@ -53,6 +54,10 @@ WeightsOption = Annotated[
 ]
 KvOption = Annotated[str, typer.Option(help="For native: keys and values in f32, or bf16 (half the memory).")]
 ThreadsOption = Annotated[int | None, typer.Option(help="For native; the default is the number of physical cores.")]
+DraftThreadsOption = Annotated[
+    int | None, typer.Option(help="For native: of what drafts, for ssd beside --threads of the target.")
+]
+DraftDeviceOption = Annotated[str | None, typer.Option(help="Of draft models, if not that of the target.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say what is loaded and what it takes.")]
 
 

@@ -14,7 +14,9 @@ from foredraft.checks import require
 from foredraft.cli_options import (
     BackendOption,
     DeviceOption,
+    DraftDeviceOption,
     DrafterOption,
+    DraftThreadsOption,
     DtypeOption,
     KvOption,
     ModelArgument,
@@ -145,6 +147,8 @@ def serve(
     backend: BackendOption = "auto",
     weights: WeightsOption = "auto",
     threads: ThreadsOption = None,
+    draft_threads: DraftThreadsOption = None,
+    draft_device: DraftDeviceOption = None,
     kv: KvOption = "f32",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -186,6 +190,8 @@ def serve(
         "--threads": threads is not None,
         **{f"--{name}": value != "auto" for name, value in zip(_RUNS, (backend, weights, device, dtype), strict=True)},
         "--kv": kv != "f32",
+        "--draft-threads": draft_threads is not None,
+        "--draft-device": draft_device is not None,
     }
     if engine == "vllm":
         from foredraft.cli_serve_vllm import Answering, serve_with_vllm
@@ -206,7 +212,8 @@ def serve(
             from foredraft.loading import EngineChoice, Loader
             from foredraft.serve.methods import Methods
 
-            loader = Loader(None, EngineChoice(backend, device, dtype, weights, threads, kv), notify)
+            choice = EngineChoice(backend, device, dtype, weights, threads, kv, draft_threads, draft_device)
+            loader = Loader(None, choice, notify)
             others = listed(drafters) if drafters is not None else None
             methods = Methods(
                 loader,

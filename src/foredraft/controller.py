@@ -14,8 +14,8 @@ from foredraft import deciding_kernels as kernels
 from foredraft.costs import Costs, Floats
 from foredraft.types import Draft
 
-_TABLE_LASTS = 32  # rounds between two looks at the cost curve
-_CONTEXT_STEP = 64  # tokens of context, likewise
+_TABLE_LASTS = 64  # rounds between two looks at the cost curve
+_CONTEXT_STEP = 128  # tokens of context, likewise
 _NODES = 64  # of a table at least
 
 
@@ -137,9 +137,10 @@ class Controller:
         """A plain step of the batch."""
         return float(self._seconds(context)[0])
 
-    def node_costs(self, context: int) -> Floats:
-        """Tokens that plain steps emit in the seconds that 0, 1, … nodes add to a forward."""
-        return self._table(context).node_costs
+    def costs_at(self, context: int) -> tuple[float, Floats]:
+        """`plain_seconds`, and tokens that plain steps emit in the seconds that 0, 1, … nodes add to a forward."""
+        table = self._table(context)
+        return float(table.seconds[0]), table.node_costs
 
     def learn(self, tokens: int, promised: float, accepted: int, rows: int, accept_seconds: float) -> None:
         """What one request made of its round: tokens emitted, accepted ones promised and found, seconds after it."""

@@ -86,14 +86,18 @@ class Engine:
         waiting = deque(enumerate([Generation(request, self.setup) for request in requests]))
         places = at_once or len(waiting)
         running: dict[int, Generation] = {}
-        with self.setup.backend.running():
-            while waiting or running:
-                while waiting and len(running) < places:
-                    index, generation = waiting.popleft()
-                    generation.start()
-                    running[index] = generation
-                yield from play_round(running)
-                running = {index: g for index, g in running.items() if g.finish_reason is None}
+        try:
+            with self.setup.backend.running():
+                while waiting or running:
+                    while waiting and len(running) < places:
+                        index, generation = waiting.popleft()
+                        generation.start()
+                        running[index] = generation
+                    yield from play_round(running)
+                    running = {index: g for index, g in running.items() if g.finish_reason is None}
+        finally:
+            for generation in (*running.values(), *(generation for _, generation in waiting)):
+                generation.close()
 
 
 def play_round(
@@ -115,7 +119,11 @@ def play_round(
     for key, g in running.items():
         with guard(key):
             drafts[key] = g.propose(most, len(running))
-    drafts = _select(drafts, running, most)
+    selected, drafts = _select(drafts, running, most), {}
+    for key, draft in selected.items():
+        with guard(key):
+            running[key].verifying(draft)
+            drafts[key] = draft
 
     started = perf_counter()
     queries = [Query(running[key].cache, running[key].tokens[-1], draft) for key, draft in drafts.items()]
@@ -123,7 +131,7 @@ def play_round(
     verify_seconds = perf_counter() - started
     _note(running, queries, verify_seconds)
 
-    for key, (_, root, draft), logits in zip(drafts, queries, scored, strict=True):
+    for (key, draft), query, logits in zip(drafts.items(), queries, scored, strict=True):
         with guard(key):
             g, started = running[key], perf_counter()
             p = g.score(draft, logits)
@@ -131,7 +139,7 @@ def play_round(
             verdict, events = g.emit(verdict)
             g.setup.backend.commit(g.cache, verdict.path[: len(verdict.tokens) - 1])  # the last is the next root
             accept_seconds = perf_counter() - started
-            verification = Verification(draft, logits, root, accept_seconds)
+            verification = Verification(draft, logits, query.root, accept_seconds)
             events += g.close_round(verification, verdict, verify_seconds, len(queries))
             yield from ((key, event) for event in events)
 

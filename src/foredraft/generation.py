@@ -83,6 +83,8 @@ class Setup:
             return RULES["greedy"]
         if self.rule is None:
             drafter = self.drafter
+            if drafter is not None and drafter.races:
+                return RULES["seed-exact"]
             return (
                 default_rule(drafter.draws, drafter.trees) if drafter is not None else default_rule(Draws.POINT, False)
             )
@@ -136,6 +138,7 @@ class Generation:
         self._logprob_rows: Tensor | None = None
         self._rounds: list[RoundStats] = []
         self._draft_cost = (0, 0.0)  # forwards and seconds of the draft now in flight
+        self._forwards = 0  # of the proposer, up to that draft
         self._started = self._first_token = 0.0
 
     def start(self) -> None:
@@ -170,10 +173,16 @@ class Generation:
             assert self.setup.drafter is not None
             decides = self.setup.drafter.costs is not None
             budget = min(budget, most if decides else most // sequences)
-        started, forwards = perf_counter(), self._proposer.forwards
+        started, before = perf_counter(), self._forwards
         draft = self._proposer.propose(self.tokens, budget)
-        self._draft_cost = (self._proposer.forwards - forwards, perf_counter() - started)
+        self._forwards = self._proposer.forwards  # some may have run since the last draft, beside the target
+        self._draft_cost = (self._forwards - before, perf_counter() - started)
         return draft
+
+    def verifying(self, draft: Draft) -> None:
+        """The target is about to score this draft: what can be done meanwhile may begin."""
+        if self._proposer is not None:
+            self._proposer.verifying(self.tokens, draft)
 
     def score(self, draft: Draft, logits: Tensor) -> Tensor:
         """The target's law at the root and at every node, `[N+1, V]`."""
@@ -243,6 +252,7 @@ class Generation:
             accept_seconds=verification.accept_seconds,
             batch=batch,
             depth=max(depths(verification.draft)),
+            foresight=self._proposer.foresight if self._proposer is not None else None,
         )
         self._rounds.append(stats)
         now = perf_counter()
@@ -254,6 +264,11 @@ class Generation:
         if self._proposer is not None:
             self._proposer.finish(self.tokens)
         return [event, self._finish(self.finish_reason, now)]
+
+    def close(self) -> None:
+        """It will not go on, finished or not: what works for it beside the target need not."""
+        if self._proposer is not None:
+            self._proposer.close()
 
     def _look_at(self, verification: Verification, verdict: Verdict) -> RoundDetail:
         """The draft and the verdict with the target's probability of every token in them."""
@@ -295,7 +310,7 @@ class Generation:
         if drafter is not None:
             plain = costs.seconds(1, self.cache.length) if costs is not None else None
             idle = zero_acceptance(self._rounds, drafter.when_nothing_is_accepted)
-            found = [idle, slower_than_plain(self._rounds, plain) if not drafter.costs else None]
+            found = [idle, slower_than_plain(self._rounds, plain) if not drafter.costs else None, drafter.remark]
         if self.rule.lossy:
             found.append(f"Rule '{self.rule.name}' is lossy: the model by itself would write another text.")
         return tuple(warning for warning in found if warning is not None)

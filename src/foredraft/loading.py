@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from foredraft.proposers.auto import DEFAULT_PARTS, Auto
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.hybrid import Hybrid
+from foredraft.proposers.ssd import FORKING, Saguaro, Ssd
 from foredraft.proposers.trained import Trained
 from foredraft.proposers.translation import translation_between
 
@@ -41,13 +42,17 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "native", "transformers")
 _MOST_THREADS = 1024
-DRAFTER_KINDS: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid}
+AHEAD: dict[str, type[Ssd]] = {"ssd": Ssd, "saguaro": Saguaro}
+"""Drafters that ask another one ahead of time."""
+DRAFTER_KINDS: dict[str, type[Drafter]] = {**DRAFTERS, "hybrid": Hybrid, **AHEAD}
 """All that can be named, by name."""
 _NEEDED = {
     "draft": "draft:REF with a model",
     "early_exit": "early_exit:L with a number of layers",
     "eagle": "eagle:REF with the folder or hub id of a head",
     "medusa": "medusa:REF with the folder or hub id of heads",
+    "ssd": f"ssd:DRAFTER with {FORKING}",
+    "saguaro": "saguaro:DRAFTER with draft:REF, layer_skip, self_quant, eagle3, eagle or mtp",
 }
 KNOWN_DRAFTERS = ", ".join(("none", *(drafter.usage for drafter in DRAFTER_KINDS.values())))
 
@@ -79,7 +84,9 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
     name, _, argument = drafter.partition(":")
     if name == "hybrid" or (name == "auto" and argument):
         return name, _parse_parts(name, argument)
-    known = ("none", *DRAFTERS)
+    if name in AHEAD and argument:
+        return name, _parse_inner(name, argument)
+    known = ("none", *DRAFTERS, *AHEAD)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
@@ -87,12 +94,12 @@ def parse_drafter(drafter: DrafterLike) -> tuple[str, Any] | None:
     if name == "none":
         _refuse_argument(name, argument)
         return None
-    usage = DRAFTERS[name].usage
+    usage = DRAFTER_KINDS[name].usage
     if usage == name:
         _refuse_argument(name, argument)
     elif "[" not in usage and not argument:
         raise InvalidInputError(f"Drafter '{name}' needs more: {_NEEDED[name]}.")
-    DRAFTERS[name].check_argument(argument)
+    DRAFTER_KINDS[name].check_argument(argument)
     return name, argument
 
 
@@ -109,6 +116,8 @@ def check_memory(folder: str | Path, choice: tuple[str, Any] | None) -> Path:
         InvalidInputError: The path is that of a file.
     """
     name, argument = choice or ("none", None)
+    if name in AHEAD and isinstance(argument, tuple):
+        name, argument = argument
     if not (argument.learns if isinstance(argument, Drafter) else name != "none" and DRAFTER_KINDS[name].learns):
         *others, last = (drafter.usage for drafter in DRAFTER_KINDS.values() if drafter.learns)
         raise UnsupportedError(
@@ -122,13 +131,21 @@ def check_memory(folder: str | Path, choice: tuple[str, Any] | None) -> Path:
 
 def _parse_parts(joiner: str, argument: str) -> list[tuple[str, Any]]:
     parts = [parse_drafter(part) for part in argument.split("+")]
-    found = [part for part in parts if part is not None and part[0] not in ("hybrid", "auto")]
+    found = [part for part in parts if part is not None and part[0] not in ("hybrid", "auto", *AHEAD)]
     names = [name for name, _ in found]
     least, wanted = (2, "two or more") if joiner == "hybrid" else (1, "one or more")
     if len(found) < max(least, len(parts)) or len(set(names)) < len(names):
         raise InvalidInputError(
             f"Drafter '{joiner}:{argument}' must join {wanted} different drafters, such as {joiner}:ngram+recycling."
         )
+    return found
+
+
+def _parse_inner(name: str, argument: str) -> tuple[str, Any]:
+    """The drafter that `ssd` asks ahead of time."""
+    found = parse_drafter(argument)
+    if found is None or found[0] in ("auto", *AHEAD):
+        raise InvalidInputError(f"Drafter '{name}:{argument}' cannot be: use {name}: with {FORKING}.")
     return found
 
 
@@ -146,17 +163,35 @@ class EngineChoice:
     weights: str = "auto"
     threads: int | None = None
     kv: str = "f32"
+    draft_threads: int | None = None
+    """Of the native backend, for what drafts; `None` takes as many as `threads`."""
+    draft_device: str | None = None
+    """Of draft models; `None` is the target's."""
 
     def __post_init__(self) -> None:
         require("backend", self.backend, self.backend in BACKENDS, f"one of {', '.join(BACKENDS)}")
         require("weights", self.weights, self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
-        good = self.threads is None or (is_integer(self.threads) and 1 <= self.threads <= _MOST_THREADS)
-        require("threads", self.threads, good, f"an integer in [1, {_MOST_THREADS}]")
+        for name in ("threads", "draft_threads"):
+            count = getattr(self, name)
+            good = count is None or (is_integer(count) and 1 <= count <= _MOST_THREADS)
+            require(name, count, good, f"an integer in [1, {_MOST_THREADS}]")
+        if self.draft_device is not None:
+            pick_device(self.draft_device)  # one that is not there is told before anything loads
         require("kv", self.kv, self.kv in KV_TYPES, f"one of {', '.join(KV_TYPES)}")
         reason, asked = self.not_native, (self.weights, self.threads, self.kv) != ("auto", None, "f32")
         if reason is not None and (asked or self.backend == "native"):
             wanted = "weights, threads and kv belong to" if self.backend != "native" else "you asked for"
             raise InvalidInputError(f"The native backend, which {wanted}, cannot be taken: {reason}.")
+
+    @property
+    def for_drafts(self) -> EngineChoice:
+        """What draft models run on. On another device than a CPU it is transformers, by its own defaults."""
+        if self.draft_device is not None and pick_device(self.draft_device).type != "cpu":
+            return EngineChoice(device=self.draft_device)
+        if self.draft_device is not None and self.not_native is not None:
+            return EngineChoice(device=self.draft_device, threads=self.draft_threads)
+        device, threads = self.draft_device or self.device, self.draft_threads or self.threads
+        return replace(self, device=device, threads=threads, draft_threads=None, draft_device=None)
 
     @property
     def not_native(self) -> str | None:
@@ -182,22 +217,24 @@ class Loader:
         self._notify = notify
         self._costs: dict[Backend, Costs] = {}
 
-    def model(self, reference: str) -> tuple[Backend, PreTrainedTokenizerBase, ModelFiles]:
-        """The model that a reference names, its tokenizer, and where it lies."""
+    def model(
+        self, reference: str, engine: EngineChoice | None = None
+    ) -> tuple[Backend, PreTrainedTokenizerBase, ModelFiles]:
+        """The model that a reference names, its tokenizer, and where it lies; `engine` is what runs it, if another."""
+        engine = engine or self._engine
         files = resolve(reference, self._cache, self._notify)
         self._notify(f"Loading {reference}")
-        reason = self._engine.not_native
+        reason = engine.not_native
         if reason is None:
             try:
-                return *self._native(files), files
+                return *self._native(files, engine), files
             except NotNativeError as error:
-                if self._engine.backend == "native" or self._engine.weights != "auto":
+                if engine.backend == "native" or engine.weights != "auto":
                     raise
                 reason = error.reason
         logger.info("Backend transformers for %s: %s", reference, reason)
         converted = self._cache / "converted" / file_key(files.path) if files.is_gguf else None
-        device, dtype = self._engine.device, self._engine.dtype
-        model, tokenizer = load_checkpoint(files.path, device=device, dtype=dtype, converted=converted)
+        model, tokenizer = load_checkpoint(files.path, device=engine.device, dtype=engine.dtype, converted=converted)
         return TransformersBackend(model, vocabulary_size(tokenizer)), tokenizer, files
 
     def backend_of(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Backend:
@@ -211,12 +248,12 @@ class Loader:
         size, engine = vocabulary_size(tokenizer), self._engine
         return NativeBackend(weights, size, threads=engine.threads, kv_format=engine.kv)
 
-    def _native(self, files: ModelFiles) -> tuple[Backend, PreTrainedTokenizerBase]:
+    def _native(self, files: ModelFiles, engine: EngineChoice) -> tuple[Backend, PreTrainedTokenizerBase]:
         from foredraft.backends.native.backend import NativeBackend
         from foredraft.backends.native.reading import read_native
 
-        read = read_native(files.path, weights=self._engine.weights, cache=self._cache, notify=self._notify)
-        size, kernels, engine = vocabulary_size(read.tokenizer), self._cache / "kernels", self._engine
+        read = read_native(files.path, weights=engine.weights, cache=self._cache, notify=self._notify)
+        size, kernels = vocabulary_size(read.tokenizer), self._cache / "kernels"
         backend = NativeBackend(read.weights, size, threads=engine.threads, kv_format=engine.kv, kernels=kernels)
         self._notify(f"Preparing {files.reference} (what must be compiled for this machine is kept)")
         backend.prefill(backend.new_cache(), [0])
@@ -254,6 +291,10 @@ class Loader:
         if isinstance(argument, Drafter):
             return argument
         kind = DRAFTER_KINDS[name]
+        if name in AHEAD:
+            inner = self.drafter(argument, target, tokenizer, files)
+            assert inner is not None
+            return AHEAD[name](inner, threads=self._engine.draft_threads)
         if name in ("hybrid", "auto"):
             choices = argument or [(part.name, "") for part in DEFAULT_PARTS]
             parts = [part for each in choices if (part := self.drafter(each, target, tokenizer, files)) is not None]
@@ -264,7 +305,7 @@ class Loader:
             return kind.for_target(target, argument)
         translation = None
         if isinstance(argument, str):
-            draft, draft_tokenizer, _ = self.model(argument)
+            draft, draft_tokenizer, _ = self.model(argument, self._engine.for_drafts)
             rows = draft.embedding_rows
             sizes = target.vocab_size, draft.vocab_size
             assert tokenizer is not None
@@ -276,7 +317,7 @@ class Loader:
                     f"The draft model has {draft.vocab_size} token ids and the target {target.vocab_size}: "
                     "use a draft model with the target's vocabulary."
                 )
-        return DraftModel(draft, target.vocab_size, stop_tokens(target, tokenizer), translation)
+        return DraftModel(draft, target.vocab_size, stop_tokens(target, tokenizer), translation, target.device)
 
 
 def stop_tokens(backend: Backend, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

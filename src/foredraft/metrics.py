@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from foredraft.types import RoundStats, Stats
+from foredraft.types import ForesightStats, RoundStats, Stats
 
 _MANY_ROUNDS = 16
 _LONG_WINDOW = 64  # rounds
@@ -56,6 +56,43 @@ def summarize(
         drafter=drafter,
         rule=rule,
         backend=backend,
+        foresight=_foresight(rounds),
+    )
+
+
+def _foresight(rounds: Sequence[RoundStats]) -> ForesightStats | None:
+    seen = [(r.foresight, r.accepted) for r in rounds if r.foresight is not None]
+    if not seen:
+        return None
+    tried, hits = Counter(k for _, k in seen), Counter(k for found, k in seen if found.found == "hit")
+    return ForesightStats(
+        rounds=len(seen),
+        hits=sum(hits.values()),
+        late=sum(found.found == "late" for found, _ in seen),
+        by_accepted={k: (hits[k], tried[k]) for k in sorted(tried)},
+        branches=sum(found.branches for found, _ in seen),
+        hidden_seconds=sum(found.seconds for found, _ in seen),
+        waited_seconds=sum(found.waited for found, _ in seen),
+    )
+
+
+def joined_foresight(parts: Sequence[ForesightStats]) -> ForesightStats | None:
+    """Of several answers together; `None` of none."""
+    if not parts:
+        return None
+    by_accepted: dict[int, tuple[int, int]] = {}
+    for part in parts:
+        for k, (hits, rounds) in part.by_accepted.items():
+            before = by_accepted.get(k, (0, 0))
+            by_accepted[k] = before[0] + hits, before[1] + rounds
+    return ForesightStats(
+        rounds=sum(part.rounds for part in parts),
+        hits=sum(part.hits for part in parts),
+        late=sum(part.late for part in parts),
+        by_accepted=dict(sorted(by_accepted.items())),
+        branches=sum(part.branches for part in parts),
+        hidden_seconds=sum(part.hidden_seconds for part in parts),
+        waited_seconds=sum(part.waited_seconds for part in parts),
     )
 
 

@@ -16,6 +16,14 @@ class RandomSource(Protocol):
         """The source for drafting or verifying at `position`, the index of the next token in the whole sequence."""
         ...
 
+    def below(self, position: int, root: int) -> RandomSource:
+        """The source for drafting below token `root` at `position`, which a drafter may use from a thread of its own.
+
+        Its draws are independent of this one's, unless noise is keyed by position: then they are the very same. For
+        the same root at the same position it draws the same, whenever it is asked for.
+        """
+        ...
+
     def coin(self, probability: float) -> bool:
         """True with `probability`; 0 never and 1 always, exactly."""
         ...
@@ -39,10 +47,17 @@ class TorchSource:
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self._generator = generator
         self._device = generator.device if generator is not None else torch.device("cpu")
+        self._drafting: int | None = None  # the key of all draws below a root
 
     def at(self, position: int) -> TorchSource:
         """Itself: fresh numbers do not depend on the position."""
         return self
+
+    def below(self, position: int, root: int) -> DraftSource:
+        """Noise keyed by a number that is drawn from the generator once, by position and by root. Has no state."""
+        if self._drafting is None:
+            self._drafting = int(self._uniform() * 2**53)
+        return DraftSource(_key(_key(self._drafting, position), root))
 
     def coin(self, probability: float) -> bool:
         """See `RandomSource`."""
@@ -79,6 +94,10 @@ class KeyedSource:
         """The same noise, read from `position` on."""
         return KeyedSource(self._seed, position)
 
+    def below(self, position: int, root: int) -> KeyedSource:
+        """Itself: target and drafter draw a position with the same noise, whatever is before it."""
+        return self
+
     def coin(self, probability: float) -> bool:
         """Not available: a rule that flips coins is not a function of the position's noise."""
         raise NotImplementedError("position-keyed noise has no coins")
@@ -99,6 +118,30 @@ class KeyedSource:
         # argmax of log w + Gumbel is argmax of w / exponential, which takes one logarithm a token and not three.
         noise = exponential(self._seed, self._position + depth, alive)
         return int(alive[(weights[alive].double() / noise).argmax()])
+
+
+class DraftSource:
+    """Draws of one draft, keyed by position within it. The target draws with other noise."""
+
+    def __init__(self, seed: int, position: int = 0) -> None:
+        self._seed = seed
+        self._noise = KeyedSource(seed, position)
+
+    def at(self, position: int) -> DraftSource:
+        """The same noise, read from `position` on."""
+        return DraftSource(self._seed, position)
+
+    def below(self, position: int, root: int) -> DraftSource:
+        """Not available: a draft has one root."""
+        raise NotImplementedError("this source is that of one draft")
+
+    def coin(self, probability: float) -> bool:
+        """Not available: drafts flip no coins."""
+        raise NotImplementedError("drafts flip no coins")
+
+    def draw(self, weights: Tensor, depth: int = 0) -> int:
+        """See `RandomSource`."""
+        return self._noise.draw(weights, depth)
 
 
 _STEP = 0x9E3779B97F4A7C15

@@ -302,6 +302,11 @@ def _figures(stats: Stats, plain: Stats | None) -> Table:
     table.add_row("mean accepted length", *(f"{s.mean_accepted_length:.2f}" for _, s in columns))
     rates = ("–" if s.acceptance_rate is None else f"{s.acceptance_rate:.0%}" for _, s in columns)
     table.add_row("acceptance rate", *rates)
+    if stats.foresight is not None:
+        seen = (("–" if s.foresight is None else f"{s.foresight.hit_rate:.0%}") for _, s in columns)
+        table.add_row("rounds foreseen", *seen)
+        hidden = (("–" if s.foresight is None else f"{1e3 * s.foresight.hidden_seconds:.0f} ms") for _, s in columns)
+        table.add_row("drafted meanwhile", *hidden)
     if plain is not None:
         table.add_row("speedup", "1.00x", f"{stats.tokens_per_second / plain.tokens_per_second:.2f}x", style="bold")
     return table

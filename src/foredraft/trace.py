@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from foredraft import pages
 from foredraft.generation import Request
 from foredraft.tree import children, depths
-from foredraft.types import Completion, Draft, Origin, RoundDetail, RoundEvent, RoundStats, SamplingParams, TokenEvent
+from foredraft.types import (
+    Completion,
+    Draft,
+    Foresight,
+    Origin,
+    RoundDetail,
+    RoundEvent,
+    RoundStats,
+    SamplingParams,
+    TokenEvent,
+)
 
 if TYPE_CHECKING:
     from foredraft.api import Model, Prompt
@@ -115,7 +125,8 @@ def record(
             assert detail is not None
             so_far = so_far + figures
             nodes = lay_out(detail, labels)
-            rounds.append(RoundView(len(rounds) + 1, _summary(detail, labels), nodes, tokens, figures, so_far))
+            summary = _summary(detail, labels) + _foreseen(event.stats.foresight)
+            rounds.append(RoundView(len(rounds) + 1, summary, nodes, tokens, figures, so_far))
             tokens = []
         else:
             last = rounds[-1].tokens  # what was held back until the end is the last token's
@@ -233,6 +244,19 @@ def _with_scores(view: NodeView, node: int, draft: Draft) -> NodeView:
 def _figures(r: RoundStats) -> Figures:
     times = (r.draft_seconds, r.verify_seconds, r.accept_seconds)
     return Figures(1, r.drafted, r.accepted, r.emitted, *(1e3 * seconds for seconds in times))
+
+
+def _foreseen(found: Foresight | None) -> str:
+    """What was drafted meanwhile, in words."""
+    if found is None or not found.branches:
+        return ""
+    many = f"{found.branches} ways" if found.branches > 1 else "one way"
+    came = {
+        "hit": "and this was one of them: the next draft is there already",
+        "late": "and this would have been one, but its draft had not begun",
+        "miss": "and this was none of them",
+    }[found.found]
+    return f" Meanwhile the drafter drafted for {many} in which this could end, {came}."
 
 
 def _summary(detail: RoundDetail, labels: Labels) -> str:

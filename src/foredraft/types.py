@@ -172,6 +172,19 @@ class Verdict(NamedTuple):
         return (*origins, last)[: len(self.tokens)]
 
 
+class Foresight(NamedTuple):
+    """What a drafter that drafts while the target verifies made of that time, in one round."""
+
+    found: Literal["hit", "late", "miss"]
+    """Whether how the verification ended was foreseen and drafted for; `late` if only the first."""
+    branches: int
+    """Ends that were drafted for."""
+    seconds: float
+    """For which it drafted while the target verified."""
+    waited: float = 0.0
+    """Seconds that the target had verified before the step that was being drafted then was over."""
+
+
 @dataclass(frozen=True)
 class RoundStats:
     """Counts and seconds of one round of one sequence; `verify_seconds` are those of the batch's whole forward."""
@@ -189,6 +202,8 @@ class RoundStats:
     """Sequences in the forward."""
     depth: int = 0
     """Tokens of the draft's longest path."""
+    foresight: Foresight | None = None
+    """What was drafted meanwhile, for after this round; `None` if nothing was."""
 
 
 class TokenEvent(NamedTuple):
@@ -222,6 +237,41 @@ class RoundEvent(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ForesightStats:
+    """Rounds of an answer during whose verification the next draft was made, and what came of it.
+
+    `hits` is how often the way in which the verification ended was drafted for, `late` how often it was foreseen and
+    nothing was drafted yet. `by_accepted` has hits and rounds by the number of accepted tokens. `branches` were drafted
+    in all, `wasted` are those that did not come true. `hidden_seconds` were drafted while the target verified, and
+    `waited_seconds` passed until what was being drafted at its end was over.
+    """
+
+    rounds: int
+    hits: int
+    late: int
+    by_accepted: Mapping[int, tuple[int, int]]
+    branches: int
+    hidden_seconds: float
+    waited_seconds: float
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> ForesightStats:
+        """Of the dict that `asdict` makes, after JSON, which has texts for keys."""
+        by_accepted = {int(k): (int(hits), int(rounds)) for k, (hits, rounds) in found["by_accepted"].items()}
+        return cls(**{**found, "by_accepted": by_accepted})
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the rounds."""
+        return self.hits / self.rounds
+
+    @property
+    def wasted(self) -> int:
+        """Branches that did not come true."""
+        return self.branches - self.hits
+
+
+@dataclass(frozen=True)
 class Stats:
     """The figures of one answer, the same everywhere (see `metrics.summarize`). Times are wall-clock.
 
@@ -252,10 +302,15 @@ class Stats:
     drafter: str
     rule: str
     backend: str
+    foresight: ForesightStats | None = None
+    """Of a drafter that drafts while the target verifies."""
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
-        return asdict(self)
+        found = asdict(self)
+        if self.foresight is not None:
+            found["foresight"] |= {"hit_rate": self.foresight.hit_rate, "wasted": self.foresight.wasted}
+        return found
 
 
 @dataclass(frozen=True)

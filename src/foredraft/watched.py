@@ -52,6 +52,12 @@ class _WatchedProposer(Proposer):
         self._seconds, self._context = perf_counter() - started, len(tokens) - 1
         return draft
 
+    def verifying(self, tokens: Sequence[int], draft: Draft) -> None:
+        self._proposer.verifying(tokens, draft)
+
+    def close(self) -> None:
+        self._proposer.close()
+
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         started = perf_counter()
         self._proposer.observe(verification, verdict)

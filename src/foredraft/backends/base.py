@@ -93,6 +93,9 @@ class Query(NamedTuple):
     cache: KVCache
     root: int
     draft: Draft = Draft()
+    known: int = 0
+    """How many of root and nodes the last forward of this cache had, which nothing has followed: only the others are
+    computed, and only they are given logits. For drafts that grow; with caches that nobody wants features of."""
 
     def begins_with(self, tokens: Sequence[int]) -> int:
         """How many of these tokens the root and the nodes after it are, as long as they follow one another."""
@@ -137,6 +140,8 @@ class Backend(ABC):
     stop_tokens: frozenset[int]
     """Ids that end an answer by the model's own settings."""
     capabilities: Capabilities
+    device: torch.device = torch.device("cpu")
+    """Where its logits are."""
 
     @abstractmethod
     def new_cache(self, room: int = 0) -> KVCache:
@@ -148,7 +153,10 @@ class Backend(ABC):
 
     @abstractmethod
     def forward(self, queries: Sequence[Query]) -> list[Tensor]:
-        """Logits `[N+1, V]` for each query: row 0 follows the root, row i + 1 follows node i of its draft."""
+        """Logits `[N+1, V]` for each query: row 0 follows the root, row i + 1 follows node i of its draft.
+
+        Of a query with `known` nodes the rows after these, `[N+1 - known, V]`.
+        """
 
     @abstractmethod
     def commit(self, cache: KVCache, path: Sequence[int]) -> None:
@@ -170,6 +178,9 @@ class Backend(ABC):
     def running(self) -> Iterator[None]:
         """What the engine has around all its rounds, for a backend that needs the machine to itself."""
         yield
+
+    def apart(self, threads: int | None) -> None:  # noqa: B027  (most share no threads)
+        """Run with threads of its own from now on, where they were shared with another backend."""
 
     def conditions(self) -> dict[str, str]:
         """What the time of a forward depends on besides the model and the CPU, by name: weights, threads, device."""

@@ -115,6 +115,7 @@ class TransformersBackend(Backend):
         self.config = config
         self.layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
         self.model: Any = model
+        self.device = model.device
         torch.nn.Module.eval(model)
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
         embeddings: Any = model.get_input_embeddings()
@@ -251,15 +252,16 @@ class TransformersBackend(Backend):
         return TransformersBackend(quantize(self.model), self.vocab_size)
 
     def _score(self, query: Query) -> Tensor:
-        cache, tokens = query.cache, (query.root, *query.draft.tokens)
-        assert isinstance(cache, TransformersCache) and (cache.pending == 0 or cache.early is not None)
+        cache, known, tokens = query.cache, query.known, (query.root, *query.draft.tokens)
+        assert isinstance(cache, TransformersCache) and (cache.pending == known or cache.early is not None)
         if cache.features:
             cache.crop_early(0)  # features are wanted of all layers
         if cache.keep_early(query):
             logits = self._finish(cache, query)
         else:
-            shape = {} if query.draft.is_chain else self._tree_shape(cache.length, query.draft)
-            logits = self._run(self.model, cache, self._ids(tokens), certain=False, **shape).logits
+            straight = query.draft.is_chain and not known
+            shape = {} if straight else self._tree_shape(cache.length, query.draft, known)
+            logits = self._run(self.model, cache, self._ids(tokens[known:]), certain=False, **shape).logits
             cache.pending = len(tokens)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # so that time spent verifying is counted as such

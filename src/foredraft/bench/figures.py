@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.bench.records import OWN, Cell, Measurement, Position, Rounds, Turn, by_position
+from foredraft.metrics import joined_foresight
 from foredraft.terminal import SAME_TEXT
+from foredraft.types import ForesightStats
 
 if TYPE_CHECKING:
     from foredraft.bench.theory import Prediction
@@ -93,6 +95,8 @@ class CellFigures:
     different: int
     peak_memory: int | None
     prediction: Prediction | None
+    foresight: ForesightStats | None = None
+    """Of drafters that draft while the target verifies."""
 
 
 def figures_of(
@@ -141,6 +145,8 @@ def _usual_rule(drafter: str) -> str:
     name = drafter.partition(":")[0]
     if name == "none":
         return default_rule(Draws.POINT, trees=False).name
+    if name in kinds and kinds[name].races:
+        return "seed-exact"
     return default_rule(kinds[name].draws, kinds[name].trees).name if name in kinds else ""
 
 
@@ -250,6 +256,7 @@ def _figures(cell: Cell, category: str, mine: Answers, plain: Answers, curve: Co
         different=different,
         peak_memory=max(memory, default=None),
         prediction=_prediction(mine, plain, curve) if curve is not None else None,
+        foresight=joined_foresight([turn.foresight for turn in turns if turn.foresight is not None]),
     )
 
 

@@ -10,6 +10,7 @@ from foredraft.bench.comparison import MEASURES, clear
 from foredraft.bench.figures import CellFigures
 from foredraft.bench.sentences import equality
 from foredraft.bench.views import Comparison, Page, Run, Setting
+from foredraft.types import ForesightStats
 
 _SIGNS = {"better": "▲ ", "worse": "▼ ", "": ""}
 
@@ -75,6 +76,11 @@ def _run(run: Run) -> Iterator[str]:
         yield "### Acceptance by position in the draft"
         rates = [[forms.percent(each.rate) for each in row.by_position[: run.positions]] for row in drafting]
         yield _named(["method", *map(str, range(1, run.positions + 1))], drafting, rates)
+    if foreseeing := [(row, row.foresight) for row in rows if row.foresight is not None]:
+        yield "### Drafted while the target verified"
+        shown = [_foresight(found) for _, found in foreseeing]
+        columns = ["method", "rounds", "foreseen", "late", "branches a round", "drafting a round", "waited a round"]
+        yield _named([*columns, "foreseen by accepted tokens"], [row for row, _ in foreseeing], shown)
     if counted := [row for row in rows if row.lengths]:
         yield "### Rounds by the tokens that they emitted"
         lengths = [[forms.count(number) for number in row.lengths[: run.longest]] for row in counted]
@@ -94,6 +100,19 @@ def _run(run: Run) -> Iterator[str]:
     if run.results.absent:
         yield "### Peers that could not run"
         yield "\n".join(f"- {_text(peer)}: {_text(why)}" for peer, why in run.results.absent.items())
+
+
+def _foresight(found: ForesightStats) -> list[str]:
+    by_accepted = ", ".join(f"{k}: {forms.percent(hits / n)}" for k, (hits, n) in found.by_accepted.items())
+    return [
+        forms.count(found.rounds),
+        forms.percent(found.hit_rate),
+        forms.percent(found.late / found.rounds),
+        forms.decimal(found.branches / found.rounds, 1),
+        forms.milliseconds(found.hidden_seconds / found.rounds),
+        forms.milliseconds(found.waited_seconds / found.rounds),
+        by_accepted,
+    ]
 
 
 def _settings(page: Page) -> Iterator[str]:

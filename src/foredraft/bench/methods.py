@@ -90,6 +90,7 @@ class OwnMethod(Method):
             drafted=stats.drafted,
             accepted=stats.accepted,
             rounds=Rounds.of(rounds),
+            foresight=stats.foresight,
         )
 
     def keep(self) -> None:
@@ -127,13 +128,16 @@ class OnceLoader(Loader):
 
     def __init__(self, cache: Path | None, engine: EngineChoice, notify: Notify) -> None:
         super().__init__(cache, engine, notify)
-        self._loaded: dict[str, tuple[Backend, PreTrainedTokenizerBase, ModelFiles]] = {}
+        self._loaded: dict[tuple[str, EngineChoice], tuple[Backend, PreTrainedTokenizerBase, ModelFiles]] = {}
 
-    def model(self, reference: str) -> tuple[Backend, PreTrainedTokenizerBase, ModelFiles]:
+    def model(
+        self, reference: str, engine: EngineChoice | None = None
+    ) -> tuple[Backend, PreTrainedTokenizerBase, ModelFiles]:
         """See `Loader`."""
-        if reference not in self._loaded:
-            self._loaded[reference] = super().model(reference)
-        return self._loaded[reference]
+        key = reference, engine or self._engine
+        if key not in self._loaded:
+            self._loaded[key] = super().model(*key)
+        return self._loaded[key]
 
 
 class Own:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foredraft.errors import InvalidInputError
-from foredraft.types import RoundStats
+from foredraft.types import ForesightStats, RoundStats
 
 OWN = "foredraft"
 """The engine's name in cells that are no peer's."""
@@ -120,6 +120,8 @@ class Turn:
     drafted: int | None = None
     accepted: int | None = None
     rounds: Rounds | None = None
+    foresight: ForesightStats | None = None
+    """Of drafters that draft while the target verifies."""
 
     @property
     def tokens(self) -> int:
@@ -135,7 +137,9 @@ class Turn:
     def from_json(cls, found: Any) -> Turn:
         """The turn of the dict that `Measurement.to_json` has for it."""
         rounds = Rounds(**found["rounds"]) if found["rounds"] is not None else None
-        return cls(**{**found, "ids": tuple(found["ids"]), "rounds": rounds})
+        seen = found.get("foresight")
+        foresight = ForesightStats.from_json(seen) if seen is not None else None
+        return cls(**{**found, "ids": tuple(found["ids"]), "rounds": rounds, "foresight": foresight})
 
 
 @dataclass(frozen=True)

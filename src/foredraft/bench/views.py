@@ -57,6 +57,11 @@ class Run:
         return min(max(len(row.lengths) for row in self.rows), _MOST)
 
     @property
+    def foreseeing(self) -> list[CellFigures]:
+        """Those whose drafter drafts while the target verifies."""
+        return [row for row in self.rows if row.foresight is not None]
+
+    @property
     def cut(self) -> bool:
         """Whether some round emitted more."""
         return any(len(row.lengths) > self.longest for row in self.rows)

@@ -26,7 +26,7 @@ _KINDS = (
     f"a folder of `foredraft bench`, or a file (or a folder with {TUNED}) that `foredraft tune MODEL --json` printed"
 )
 _BISECTIONS = 60
-_JOINED = 8  # of a hybrid, whose number is that of its parts: the usual ones have as many
+_JOINED = 8  # of what has the number of its parts: the usual ones have as many
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ def default_draft_tokens(drafter: str) -> int:
     from foredraft.loading import DRAFTER_KINDS  # imports torch
 
     kind = DRAFTER_KINDS.get(drafter.partition(":")[0])
-    return getattr(kind, "draft_tokens", _JOINED) if kind is not None else 0
+    usual = getattr(kind, "draft_tokens", None)
+    return 0 if kind is None else usual if isinstance(usual, int) else _JOINED
 
 
 # A tuning

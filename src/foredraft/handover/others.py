@@ -97,7 +97,7 @@ def llama_cpp(model: str, drafter: str, draft_tokens: int, parallel: Parallel, h
 
 
 def _drafting(engine: str, table: dict[str, Make], drafter: str, draft_tokens: int, head: str | None) -> _Drafting:
-    from foredraft.loading import parse_drafter
+    from foredraft.loading import AHEAD, parse_drafter
 
     if parse_drafter(drafter) is None:
         return _Drafting({})
@@ -109,6 +109,10 @@ def _drafting(engine: str, table: dict[str, Make], drafter: str, draft_tokens: i
         )
         found = _drafting(engine, table, best, draft_tokens, head)
         why = f"{engine} joins no drafters: of {' and '.join(parts)} it gets {best} alone"
+        return replace(found, stands_in=found.stands_in or why)
+    if name in AHEAD:
+        found = _drafting(engine, table, argument, draft_tokens, head)
+        why = f"{engine} drafts and verifies in turn: of {drafter} it gets {argument}, which then costs its time"
         return replace(found, stands_in=found.stands_in or why)
     if name not in table:
         raise UnsupportedError(f"{engine} has nothing like '{drafter}': choose one of {', '.join(table)}.")

@@ -24,6 +24,7 @@ CANNOT = (
         "the one part that is likely to gain most; `num_speculative_tokens_per_batch_size` for load",
     ),
     ("Medusa heads (removed from vLLM in 0.33)", "an EAGLE-3 head: `foredraft train eagle3 MODEL`"),
+    ("drafting while the target verifies (`ssd`)", "the drafter in it, in turn with the target"),
     ("drafting with a part of the target", "what needs no model, or a trained head"),
     (
         "rule `seed-exact` (the same text with a seed as without drafts)",

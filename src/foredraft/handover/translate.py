@@ -149,6 +149,13 @@ def _joined(drafter: str, argument: str) -> Translation:
     return Translation(drafter, found.method, found.settings, found.model, found.stands_in or why, found.notes)
 
 
+def _ahead(drafter: str, argument: str) -> Translation:
+    """What drafts in it: vLLM's rounds draft and verify in turn."""
+    found = translate(argument)
+    why = f"vLLM drafts and verifies in turn: of {drafter} it gets {argument}, which then costs its time"
+    return Translation(drafter, found.method, found.settings, found.model, found.stands_in or why, found.notes)
+
+
 _RANKS = {"eagle3": 0, "eagle": 1, "mtp": 2, "draft": 3, "suffix": 4, "ngram": 5, "lookahead": 6, "recycling": 7}
 _NO_SELF = "vLLM does not draft with a part of the target: what needs no model stands in, or a trained head would"
 _TABLE: dict[str, Callable[[str, str], Translation]] = {
@@ -172,4 +179,6 @@ _TABLE: dict[str, Callable[[str, str], Translation]] = {
     ),
     "hybrid": _joined,
     "auto": _joined,
+    "ssd": _ahead,
+    "saguaro": _ahead,
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foredraft.backends.native.backend import NativeBackend
 from foredraft.backends.native.head import NativeHead
+from foredraft.backends.native.team import Team
 from foredraft.backends.native.weights import Floats
 from foredraft.heads.packing import packed
 from foredraft.heads.recurrent import RecurrentHead
@@ -48,15 +49,18 @@ class NativeRun(HeadRun):
     def expand(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """See `HeadRun`."""
         above = self._states[[parent + 1 for parent in parents]]
-        states, logits = self._head.expand(self._cache, above, tokens, self._paths_to(parents))
+        states, logits = self._head.expand(self._cache, above, tokens, *self._paths_to(parents))
         self._states = np.concatenate([self._states, states])
         return torch.from_numpy(logits)[:, : self._vocabulary]
 
 
-def native_runs(head: RecurrentHead, target: NativeBackend, form: str) -> Callable[[], HeadRun]:
+def native_runs(
+    head: RecurrentHead, target: NativeBackend, form: str, threads: int | None = None
+) -> Callable[[], HeadRun]:
     """See `runs.runs_of`."""
     weights = packed(head, target, form)
     logger.info("The copy of the head for the native engine takes %.1f MB in %s", weights.own_bytes / 1e6, form)
-    native = NativeHead(weights, target.team, target.kernels_folder)
+    team = target.team if threads is None else Team(threads)
+    native = NativeHead(weights, team, target.kernels_folder)
     vocabulary = target.vocab_size if head.lm_head is None else None
     return lambda: NativeRun(native, vocabulary)

@@ -25,6 +25,15 @@ class HeadRun(ABC):
         self._paths: list[list[int]] = []
 
     @property
+    def expanded(self) -> int:
+        """Nodes that were expanded since the last commit."""
+        return len(self._paths)
+
+    def depth(self, node: int) -> int:
+        """Tokens from the last committed one down to a node."""
+        return len(self._paths[node]) if node >= 0 else 0
+
+    @property
     @abstractmethod
     def states(self) -> Tensor:
         """`[1 + expanded, H]`: after the last committed token, then after each node."""
@@ -39,22 +48,23 @@ class HeadRun(ABC):
 
     @abstractmethod
     def expand(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Draft one level further.
+        """Draft a token further at any number of places.
 
         Args:
-            parents: Of the nodes: nodes expanded before, all equally deep, or -1 for the last committed token.
+            parents: Of the nodes: nodes expanded before, or -1 for the last committed token.
             tokens: Of the nodes.
 
         Returns:
             Logits `[n, V_draft]` of the tokens below the nodes.
         """
 
-    def _paths_to(self, parents: Sequence[int]) -> list[list[int]]:
-        """`[n, depth]`: the nodes down to each new one, itself last."""
+    def _paths_to(self, parents: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+        """`[n, deepest]` the nodes down to each new one, itself last and up to the end; and their depths `[n]`."""
         first = len(self._paths)
         fresh = [[*(self._paths[p] if p >= 0 else ()), first + i] for i, p in enumerate(parents)]
         self._paths += fresh
-        return fresh
+        depths = [len(path) for path in fresh]
+        return [path + path[-1:] * (max(depths) - len(path)) for path in fresh], depths
 
 
 class TorchRun(HeadRun):
@@ -93,12 +103,13 @@ class TorchRun(HeadRun):
     @torch.inference_mode()
     def expand(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """See `HeadRun`."""
-        paths = torch.tensor(self._paths_to(parents))  # [n, depth]
+        padded, depths = self._paths_to(parents)
+        paths = torch.tensor(padded)  # [n, deepest]
         above = self._states[[parent + 1 for parent in parents]]
         seen = torch.zeros(len(tokens), self._rows + len(tokens), dtype=torch.bool)
         seen[:, : self.committed] = True
         seen.scatter_(1, self.committed + paths, True)
-        positions = torch.full((len(tokens),), self.committed + paths.shape[1] - 1, device=above.device)
+        positions = torch.tensor(depths, device=above.device) + (self.committed - 1)
         states = self._step(above[None], tokens, positions, seen.to(above.device))
         self._states = torch.cat([self._states, states])
         return self._logits(states)

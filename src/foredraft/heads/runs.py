@@ -10,13 +10,16 @@ from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.running import HeadCache, HeadRun
 
 
-def runs_of(head: RecurrentHead, target: Backend, form: str = "bf16") -> Callable[[], HeadRun]:
+def runs_of(
+    head: RecurrentHead, target: Backend, form: str = "bf16", threads: int | None = None
+) -> Callable[[], HeadRun]:
     """What begins a run of a head, one for each sequence.
 
     Args:
         head: For this target. Where the native engine runs it, it does so with a copy of the weights as they are now.
         target: What it drafts for.
         form: What the native engine holds the head's matrices in, a name of `weights.FORMATS`.
+        threads: Of the native engine, for the head alone; `None` shares those of the target.
     """
     if isinstance(head, ModelLayerHead):
         return lambda: ModelLayerCache(head, target)
@@ -25,5 +28,5 @@ def runs_of(head: RecurrentHead, target: Backend, form: str = "bf16") -> Callabl
         from foredraft.heads.native_run import native_runs
 
         if isinstance(target, NativeBackend):
-            return native_runs(head, target, form)
+            return native_runs(head, target, form, threads)
     return lambda: HeadCache(head, target)

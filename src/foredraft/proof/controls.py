@@ -72,6 +72,11 @@ def _replacement_forgotten(law: Tensor, width: int, source: RandomSource) -> lis
     return children
 
 
+def _looked_up(law: Tensor, width: int, source: RandomSource) -> list[Child]:
+    """Takes the likeliest token, as a look-up would, and says that it was drawn."""
+    return [(int(law.argmax()), law)] * width
+
+
 def stale_cache(backend: Backend) -> Backend:
     """The same backend, which keeps one rejected node in its cache at every rollback."""
     stale, drafted = copy.copy(backend), {}
@@ -101,6 +106,9 @@ CONTROLS = {
             children=_replacement_forgotten,
             siblings="with replacement",
             widths=(2,),
+        ),
+        Control(
+            "ssd-miss", "where nothing was prepared, a look-up counts as drawn from q", "token", children=_looked_up
         ),
         Control("stale-cache", "a rejected node stays in the KV cache"),
     )

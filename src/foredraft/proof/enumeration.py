@@ -57,6 +57,10 @@ class ScriptedSource:
         """Itself: the script goes on."""
         return self
 
+    def below(self, position: int, root: int) -> ScriptedSource:
+        """Itself: draws below another root are decisions of their own, too."""
+        return self
+
     def coin(self, probability: float) -> bool:
         """True or false, as the script says."""
         return self._decide([1.0 - probability, probability]) == 1
@@ -105,12 +109,12 @@ def joint_law(decide: Decide, propose: Propose, target: ToyModel, length: int) -
         draft = propose(source)
         return decide(draft, score(target, draft), source).tokens
 
-    return _continued(outcome_law(play), target, length)
+    return continued(outcome_law(play), target, length)
 
 
 def ancestral_law(target: ToyModel, length: int) -> JointLaw:
     """The law of `length` tokens drawn one after the other: what every lossless rule must reproduce."""
-    return _continued({(): 1.0}, target, length)
+    return continued({(): 1.0}, target, length)
 
 
 def drawn_chain(q: ToyModel, k: int) -> Propose:
@@ -135,7 +139,7 @@ def total_variation(a: Mapping[Outcome, float], b: Mapping[Outcome, float]) -> f
     return sum(abs(a.get(outcome, 0.0) - b.get(outcome, 0.0)) for outcome in a.keys() | b.keys()) / 2
 
 
-def _continued(law: Mapping[Tokens, float], target: ToyModel, length: int) -> JointLaw:
+def continued(law: Mapping[Tokens, float], target: ToyModel, length: int) -> JointLaw:
     """The law of the first `length` tokens: longer sequences are cut, shorter ones continued from the target."""
     whole: defaultdict[Tokens, float] = defaultdict(float)
     open_ends = list(law.items())

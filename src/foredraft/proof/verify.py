@@ -20,6 +20,7 @@ from foredraft.proof.controls import CONTROLS, Control, stale_cache
 from foredraft.proof.enumeration import Decide, Propose, ancestral_law, joint_law, total_variation
 from foredraft.proof.statistics import FALSE_FAILURE, GTest
 from foredraft.proof.toys import Case, cases_for, drawn_tree, toy_model
+from foredraft.proposers.ssd import Ssd
 from foredraft.types import SamplingParams
 
 EXACT = 1e-9
@@ -117,6 +118,8 @@ def verify(
     settings = _settings(rule, max_tokens)
     notify("Enumerating output laws")
     enumerated = tuple(_enumerate(rule, mistake))
+    if mistake is None and isinstance(model.drafter, Ssd):
+        enumerated += tuple(enumerate_ahead(rule))
     equality: tuple[Equality, ...] = ()
     outcome: GTest | None = None
     if mistake is None or mistake.breaks_the_cache:
@@ -151,6 +154,19 @@ def _enumerate(rule: Rule, mistake: Control | None) -> Iterator[Enumerated]:
             yield from enumerate_rule(RULES[each])
     else:
         yield from enumerate_control(mistake)
+
+
+def enumerate_ahead(rule: Rule) -> list[Enumerated]:
+    """Two rounds, the second one drafted during the first: every branch of every course that the race may take."""
+    if rule.name not in ("token", "block"):  # others are exact for the same reason; their trees have too many branches
+        return []
+    from foredraft.proof.ahead import ROUNDS, STEPS, distance
+
+    rows = []
+    for course in STEPS:
+        distances = [distance(rule, toys, course) for toys in ROUNDS]
+        rows.append(Enumerated(rule.name, f"drafted ahead, {course}", len(distances), max(distances)))
+    return rows
 
 
 def enumerate_rule(rule: Rule, decide: Decide | None = None) -> list[Enumerated]:

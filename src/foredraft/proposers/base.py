@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,10 @@ from foredraft.backends.base import Backend, KVCache
 from foredraft.costs import Costs
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
-from foredraft.types import Draft, Verdict
+from foredraft.types import Draft, Foresight, Verdict
+
+if TYPE_CHECKING:
+    from foredraft.proposers.forks import Fork, Plan
 
 OFFER = np.dtype([("token", "i4"), ("parent", "i4"), ("score", "f8")], align=True)
 """A node of a draft that is to be joined with others."""
@@ -46,6 +49,8 @@ class Proposer(ABC):
     """Forwards of a draft model so far."""
     watches: bool = False
     """Whether it learns from verifications of others' drafts too, in rounds in which it was not asked for one."""
+    foresight: Foresight | None = None
+    """What it drafted during the last verification for after it, if it does such a thing."""
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
@@ -70,11 +75,29 @@ class Proposer(ABC):
     def attach(self, cache: KVCache) -> None:  # noqa: B027  (most need no target)
         """Get the target's cache of this sequence, before the first draft: for those who draft with the target."""
 
+    def verifying(self, tokens: Sequence[int], draft: Draft) -> None:  # noqa: B027  (most have nothing to do)
+        """Told that the target is about to score a draft below the last of `tokens`, for who works meanwhile."""
+
+    def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork | None:
+        """Begin to draft for what may come of `draft`, which is being verified below the last of `tokens`.
+
+        Until the fork is settled nothing else is asked of the proposer; then it is as if the prepared draft, if there
+        is one, had been proposed. `None` if it has nothing to go on from now.
+        """
+        raise NotImplementedError("this proposer cannot fork")
+
+    def peek(self, tokens: Sequence[int], budget: int) -> Draft:
+        """What it would draft if the text were `tokens`, which begin as its own do. It forgets about them at once."""
+        raise NotImplementedError("this proposer cannot draft for another text than its own")
+
     def observe(self, verification: Verification, verdict: Verdict) -> None:  # noqa: B027  (learning is optional)
         """See what the target made of the last draft."""
 
     def finish(self, tokens: Sequence[int]) -> None:  # noqa: B027
         """See the whole text, prompt included, once it is complete."""
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing will be asked of it any more, whether or not the text is complete."""
 
 
 class Drafter(ABC):
@@ -89,12 +112,23 @@ class Drafter(ABC):
     """How users write it: the name, `name:WHAT` if it takes an argument, `name[:WHAT]` if it may take one."""
     draft_tokens: int
     """Nodes of a draft when the user does not say."""
+    forks: bool = False
+    """Whether its proposers can `fork`; those that run no model can also `peek`."""
+    reweigh: Callable[[Tensor], Tensor] | None = None
+    """Of drafters that fork: makes of the law `[V]` of a model the one that is drawn from; `None` leaves it."""
+    races: bool = False
+    """Whether its drafts depend on the clock. Only rules keyed by position give a seed the same text each time then."""
     learns: bool = False
     """Whether it learns from earlier text: what, `save` keeps in a folder for the next process to `load`."""
     costs: Costs | None = None
     """The measured costs by which it decides what is worth drafting, if it does."""
     when_nothing_is_accepted: str
     """Likely causes of zero acceptance, for a warning."""
+
+    @property
+    def remark(self) -> str | None:
+        """What whoever uses it should know by now, as a warning; `None` if there is nothing."""
+        return None
 
     @property
     def runs_model(self) -> bool:
@@ -121,6 +155,9 @@ class Drafter(ABC):
 
     def fit(self, *, trees: bool, rule: Rule | None) -> None:  # noqa: B027  (most draft what they draft)
         """Told by the engine whether backend and rule take trees, and the rule: for those who can draft either way."""
+
+    def apart(self, threads: int | None) -> None:  # noqa: B027  (most run no model)
+        """Run what it runs by threads of its own, not by the target's: it will draft while the target verifies."""
 
     def save(self, folder: Path) -> None:  # noqa: B027  (most have nothing to keep)
         """Keep in a folder what was learned, in files that are named after the drafter and are whole or not there.

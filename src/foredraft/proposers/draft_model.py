@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,12 @@ from foredraft.acceptance import Draws
 from foredraft.backends.base import Backend, Query
 from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Drafter, Proposer, Verification
+from foredraft.proposers.forks import Fork, Outcome, Plan
+from foredraft.proposers.growing import Branch, ChainBranch, GrowingTree, ModelFork
 from foredraft.proposers.translation import Reading, Translation
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law, finite_argmax
+from foredraft.tree import depths
 from foredraft.types import Draft, Verdict
 
 _LONGEST_CATCH_UP = 16  # tokens that join the scoring forward instead of a prefill of their own
@@ -28,6 +31,7 @@ class DraftModel(Drafter):
         stop_tokens: Drafting ends after one of these.
         translation: Between the vocabularies, if they differ: the draft is drawn from the law restricted to the tokens
             that both have, `q' = norm(q restricted)`, and verified with it (TLI, Timor et al. 2025, arXiv 2502.05202).
+        device: Where the target's laws are, and so should be the draft's; `None` leaves them where the model is.
     """
 
     name = "draft"
@@ -42,11 +46,18 @@ class DraftModel(Drafter):
         vocab_size: int,
         stop_tokens: Collection[int] = (),
         translation: Translation | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.backend = backend
+        self.device = device
         self.vocab_size = vocab_size
         self.stop_tokens = frozenset(stop_tokens)
         self.translation = translation
+        self.forks = translation is None
+
+    def apart(self, threads: int | None) -> None:
+        """See `Drafter`."""
+        self.backend.apart(threads)
 
     def proposer(self, law: Law, source: RandomSource) -> DraftModelProposer:
         """A proposer with an empty KV cache, which samples as the request does."""
@@ -64,8 +75,11 @@ class DraftModelProposer(Proposer):
         self._stop_tokens = drafter.stop_tokens
         self._law = law
         self._source = source
+        self._device = drafter.device
+        self._reweigh = drafter.reweigh
         self._cache = self._backend.new_cache()
         self._fed: list[int] = []  # drafted tokens in the cache
+        self._last: tuple[int, list[int], list[Tensor]] = 0, [], []  # where what was drafted, and the model's laws
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A chain drawn from the draft model's own law, with that law as q (greedy requests: a point mass)."""
@@ -76,21 +90,92 @@ class DraftModelProposer(Proposer):
             return Draft()
         history = list(tokens)
         drafted: list[int] = []
+        laws: list[Tensor] = []
         rows: list[Tensor] = []
         unseen = self._catch_up(own)
         while True:
-            q = self._law_after(history, unseen)
+            drawn = self._draw(self._score(unseen), history, self._source)
             self._fed = drafted[:]
-            if q is None:
+            if drawn is None:
                 break
-            x = finite_argmax(q) if self._law.greedy else self._source.at(len(history)).draw(q)
+            x, q, row = drawn
             drafted.append(x)
-            rows.append(q)
+            laws.append(q)
+            rows.append(row)
             unseen = self._own_ids_of(x)
             if len(drafted) == budget or x in self._stop_tokens or not unseen:
                 break  # the last was drawn, but is not fed
             history.append(x)
-        return Draft.chain(drafted, () if self._law.greedy else rows)
+        self._last = len(tokens), drafted, rows
+        return Draft.chain(drafted, () if self._law.greedy else laws)
+
+    def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork | None:
+        """See `Proposer`. The cache forgets the root and all after it: these the model reads again, as a tree."""
+        budget = plan.budget
+        if self._backend.context is not None:
+            budget = min(budget, self._backend.context - len(tokens) - max(depths(draft)) - 1)
+        if budget < 1:
+            return None
+        self._fed = []
+        self._backend.truncate(self._cache, min(self._cache.length, len(tokens) - 1))
+        position, drafted, rows = self._last
+        own = position == len(tokens) and drafted[: len(draft)] == list(draft.tokens) and draft.is_chain
+        known = rows[: len(draft)] if own else []
+        tree = GrowingTree(self._backend, self._cache, tokens)
+
+        def grow(outcome: Outcome, history: list[int]) -> Branch:
+            source = self._source.below(len(history), history[-1])
+            return ChainBranch(
+                outcome, history, lambda logits, text: self._draw(logits, text, source), budget, self._stop_tokens
+            )
+
+        def settle(outcome: Outcome | None, branch: Branch | None, places: Sequence[int | None]) -> Draft:
+            return self._go_on(tree, tokens, draft, outcome, branch, places)
+
+        return ModelFork(
+            tokens,
+            draft,
+            plan,
+            expand=self._counted(tree.expand),
+            places=[None] * (1 + len(draft)),
+            known=[*known, *[None] * (1 + len(draft) - len(known))],
+            ranked=self._law_of,
+            source=self._source,
+            greedy=self._law.greedy,
+            grow=grow,
+            settle=settle,
+        )
+
+    def _counted(self, expand: Callable[[Sequence[int], Sequence[int]], Tensor]) -> Callable[..., Tensor]:
+        def counted(places: Sequence[int], tokens: Sequence[int]) -> Tensor:
+            self.forwards += 1
+            return expand(places, tokens)
+
+        return counted
+
+    def _go_on(
+        self,
+        tree: GrowingTree,
+        tokens: Sequence[int],
+        draft: Draft,
+        outcome: Outcome | None,
+        branch: Branch | None,
+        places: Sequence[int | None],
+    ) -> Draft:
+        """Keep in the cache what came true of a tree, and what was drafted for that."""
+        node, path = outcome.node if outcome is not None else -1, list[int]()
+        while node >= 0:
+            place = places[node + 1]
+            path = [place - 1, *path] if place is not None else []
+            node = draft.parents[node]
+        if not isinstance(branch, ChainBranch) or not branch.drawn:
+            tree.keep(path)
+            return Draft()
+        tree.keep([*path, *(place - 1 for place in branch.places)])
+        self._fed = branch.drawn[: len(branch.places) - 1]
+        accepted = depths(draft)[branch.outcome.node + 1]
+        self._last = len(tokens) + accepted + 1, branch.drawn, branch.rows
+        return Draft.chain(branch.drawn, () if self._law.greedy else branch.q)
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Forget the own tokens that did not come true, whoever's draft was verified."""
@@ -122,12 +207,23 @@ class DraftModelProposer(Proposer):
             unseen = unseen[-1:]
         return unseen
 
-    def _law_after(self, history: Sequence[int], unseen: Sequence[int]) -> Tensor | None:
-        """The request's law `[V]` after `history`, whose end `unseen` is fed; `None` if no token of the model has mass.
+    def _draw(self, scored: Tensor, history: Sequence[int], source: RandomSource) -> tuple[int, Tensor, Tensor] | None:
+        """A token after `history`, the law `[V]` that drew it, and the model's law, of its logits `[1, V_draft]`.
 
-        Whether there is a law never depends on a draw from it: to drop a token that was drawn would bend the output.
+        Whether there is a token never depends on a draw: to drop one that was drawn would bend the output.
         """
-        scored = self._score(unseen)
+        row = self._law_of(scored, history)
+        if row is None:
+            return None
+        if self._law.greedy:
+            return finite_argmax(row), row, row
+        q = self._reweigh(row) if self._reweigh is not None else row
+        return source.at(len(history)).draw(q), q, row
+
+    def _law_of(self, scored: Tensor, history: Sequence[int]) -> Tensor | None:
+        """The request's law `[V]` after `history`; `None` if no token of the model has mass."""
+        if self._device is not None:
+            scored = scored.to(self._device)
         logits = self._to_target(scored)
         if logits.amax() == -torch.inf < scored.amax():  # all its mass is on tokens that the target does not have
             return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from foredraft.backends.base import Backend
 from foredraft.heads.recurrent import RecurrentHead
 from foredraft.heads.runs import runs_of
 from foredraft.proposers.base import Proposer
+from foredraft.proposers.forks import Fork, Outcome, Plan
+from foredraft.proposers.growing import Branch, ChainBranch, ModelFork
+from foredraft.proposers.head_trees import DEEPEST, WIDTH, Candidate, TreeBranch, likeliest_nodes
 from foredraft.proposers.heads import HeadDrafter, HeadProposer, require_features
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
+from foredraft.tree import depths
 from foredraft.types import Draft
-
-WIDTH = 8
-"""Nodes that are expanded at each level, and children that each gets (EAGLE-2 has 10)."""
-DEEPEST = 8
 
 
 class RecurrentDrafter(HeadDrafter):
@@ -40,6 +40,7 @@ class RecurrentDrafter(HeadDrafter):
     """
 
     head: RecurrentHead
+    forks = True
 
     def __init__(self, head: RecurrentHead, target: Backend, form: str = "bf16") -> None:
         require_features(target, head.kind)
@@ -47,6 +48,11 @@ class RecurrentDrafter(HeadDrafter):
         self.head = head.eval()
         self.target = target
         self.new_run = runs_of(head, target, form)
+        self._form = form
+
+    def apart(self, threads: int | None) -> None:
+        """See `Drafter`; `None` takes one."""
+        self.new_run = runs_of(self.head, self.target, self._form, threads or 1)
 
     def proposer(self, law: Law, source: RandomSource) -> Proposer:
         """A proposer with an empty cache."""
@@ -59,23 +65,64 @@ class _RecurrentProposer(HeadProposer):
     def __init__(self, drafter: RecurrentDrafter, law: Law, source: RandomSource) -> None:
         super().__init__(drafter, law, source)
         self._run = drafter.new_run()
+        self._places: list[int | None] = []  # [N+1] of the last draft's root and nodes in the run; none: no draft
+        self._known: list[Tensor | list[int] | None] = []  # [N+1] what the head said after each
+        self._position = 0  # of the token after that root
+
+    def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork | None:
+        """See `Proposer`. The head's own states stand for the target's, as deep as it drafts otherwise."""
+        places = self._places
+        own = self._position == len(tokens) and len(places) == 1 + len(draft)
+        if not own or self._run.depth(places[0] or 0) > DEEPEST:
+            return None
+
+        def settle(outcome: Outcome | None, branch: Branch | None, places: Sequence[int | None]) -> Draft:
+            found = self._go_on(branch)
+            if outcome is not None:
+                self._position = len(tokens) + depths(draft)[outcome.node + 1] + 1
+            return found
+
+        return ModelFork(
+            tokens,
+            draft,
+            plan,
+            expand=self._expand,
+            places=places,
+            known=self._known,
+            ranked=self._rank,
+            source=self._source,
+            greedy=self._law.greedy,
+            grow=lambda outcome, history: self._branch(outcome, history, plan.budget),
+            settle=settle,
+            next_place=self._run.expanded,
+            by_level=True,
+        )
+
+    @torch.inference_mode()
+    def _expand(self, places: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        self.forwards += 1
+        return self._run.expand(places, tokens)
+
+    @abstractmethod
+    def _rank(self, logits: Tensor, history: Sequence[int]) -> Tensor | list[int] | None:
+        """What may come after `history`, of logits `[1, V_draft]`: see `growing.Ranked`."""
+
+    @abstractmethod
+    def _branch(self, outcome: Outcome, history: list[int], budget: int) -> Branch:
+        """A draft that is to grow after `history`."""
+
+    @abstractmethod
+    def _go_on(self, branch: Branch | None) -> Draft:
+        """The branch that came true is the last draft now; without one there is none."""
 
     def _catch_up(self, tokens: Sequence[int]) -> Tensor | None:
         """Read what was committed since the last draft; logits `[1, V_draft]` after the last token, if any."""
+        self._places, self._known, self._position = [], [], len(tokens)
         start, rows = self._take_features()
         if rows is None:
             return None
         self.forwards += 1
         return self._run.commit(rows, tokens[start + 1 : start + 1 + len(rows)])
-
-
-class Candidate(NamedTuple):
-    """A node that was scored: where it hangs (a candidate, -1 for the root), its depth and path probability."""
-
-    token: int
-    parent: int
-    depth: int
-    score: float
 
 
 class TreeProposer(_RecurrentProposer):
@@ -100,7 +147,30 @@ class TreeProposer(_RecurrentProposer):
             first = len(found)
             found += self._children(logits, chosen, [found[i].score for i in chosen], depth + 1, len(tokens) + depth)
             fresh = list(range(first, len(found)))
-        return _likeliest(found, budget)
+        return self._note(found, place, budget)
+
+    def _rank(self, logits: Tensor, history: Sequence[int]) -> list[int]:
+        return self._likeliest_tokens(logits, len(history), WIDTH)[0][0]
+
+    def _branch(self, outcome: Outcome, history: list[int], budget: int) -> Branch:
+        return TreeBranch(outcome, len(history), self._likeliest_tokens, budget)
+
+    def _go_on(self, branch: Branch | None) -> Draft:
+        if not isinstance(branch, TreeBranch) or not branch.found:
+            self._places, self._known = [], []
+            return Draft()
+        place = {-1: branch.places[0], **dict(zip(branch.expanded, branch.places[1:], strict=True))}
+        return self._note(branch.found, place, branch.budget)
+
+    def _note(self, found: Sequence[Candidate], place: dict[int, int], budget: int) -> Draft:
+        """The draft of the best candidates, with where the run has those that were expanded, and what came after."""
+        draft, chosen = likeliest_nodes(found, budget)
+        self._places = [place.get(i) for i in (-1, *chosen)]
+        below: dict[int, list[int]] = {i: [] for i in place}
+        for node in found:
+            below[node.parent].append(node.token)  # siblings stand in order
+        self._known = [below.get(i) for i in (-1, *chosen)]
+        return draft
 
     def _worth_expanding(self, found: Sequence[Candidate], fresh: Sequence[int], budget: int) -> list[int]:
         """Of the last level the likeliest of those that are among the best so far: below others no node gets in."""
@@ -122,18 +192,6 @@ class TreeProposer(_RecurrentProposer):
         ]
 
 
-def _likeliest(found: Sequence[Candidate], budget: int) -> Draft:
-    """The draft of the best candidates; none is better than the one above it."""
-    order = sorted(range(len(found)), key=lambda i: (-found[i].score, i))[:budget]
-    order.sort()  # parents were found before their children
-    place = {-1: -1, **{old: new for new, old in enumerate(order)}}
-    return Draft(
-        tokens=tuple(found[i].token for i in order),
-        parents=tuple(place[found[i].parent] for i in order),
-        scores=tuple(found[i].score for i in order),
-    )
-
-
 class ChainProposer(_RecurrentProposer):
     """Chains drawn from the head's own law."""
 
@@ -142,16 +200,39 @@ class ChainProposer(_RecurrentProposer):
         """A chain with the law that each token was drawn from (greedy requests: a point mass)."""
         logits = self._catch_up(tokens) if budget else None
         history, drafted = list(tokens), list[int]()
+        laws: list[Tensor] = []
         rows: list[Tensor] = []
         while logits is not None and len(drafted) < budget:
-            drawn = self._draw(logits, history)
+            drawn = self._draw(logits, history, self._source)
             if drawn is None:
                 break
-            x, q = drawn
+            x, q, row = drawn
             drafted.append(x)
-            rows.append(q)
+            laws.append(q)
+            rows.append(row)
             history.append(x)
             if len(drafted) < budget:
                 logits = self._run.expand([len(drafted) - 2], [x])
                 self.forwards += 1
-        return self._chain(drafted, rows)
+        if drafted:
+            self._note(rows, [-1, *range(self._run.expanded)])
+        return self._chain(drafted, laws)
+
+    def _rank(self, logits: Tensor, history: Sequence[int]) -> Tensor | None:
+        return self._law_of(logits, history)
+
+    def _branch(self, outcome: Outcome, history: list[int], budget: int) -> Branch:
+        source = self._source.below(len(history), history[-1])
+        return ChainBranch(outcome, history, lambda logits, text: self._draw(logits, text, source), budget)
+
+    def _go_on(self, branch: Branch | None) -> Draft:
+        if not isinstance(branch, ChainBranch) or not branch.drawn:
+            self._places, self._known = [], []
+            return Draft()
+        self._note(branch.rows, branch.places)
+        return self._chain(branch.drawn, branch.q)
+
+    def _note(self, rows: Sequence[Tensor], places: Sequence[int]) -> None:
+        """The last draft has a token for each of these laws; the run has read the root and the first of them."""
+        self._places = [*places, *[None] * (1 + len(rows) - len(places))]
+        self._known = [*rows, None]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from foredraft.compiled import entry, inner
 
-_BLOCK = 256  # numbers that are compared at once with the least of the largest so far
+_BLOCK = 64  # numbers that are compared at once with the least of the largest so far
 
 
 @inner

@@ -52,7 +52,7 @@ class HeadProposer(Proposer):
     """
 
     def __init__(self, drafter: HeadDrafter, law: Law, source: RandomSource) -> None:
-        self._law, self._source = law, source
+        self._law, self._source, self._reweigh = law, source, drafter.reweigh
         self._head, self._vocab_size = drafter.head, drafter.target.vocab_size
         self._features: Features | None = None
 
@@ -69,15 +69,19 @@ class HeadProposer(Proposer):
         """`likeliest_tokens` of `logits` `[n, V_draft]` at a position of the text."""
         return likeliest_tokens(logits, self._law, self._source.at(position), self._head.draft_ids, width)
 
-    def _draw(self, logits: Tensor, history: Sequence[int]) -> tuple[int, Tensor] | None:
-        """A token after `history`, drawn from the head's law of `logits` `[1, V_draft]`, and that law `[V]`.
+    def _law_of(self, logits: Tensor, history: Sequence[int]) -> Tensor | None:
+        """The head's law `[V]` after `history`, of `logits` `[1, V_draft]`; `None` if it can draft nothing there."""
+        return law_over(logits, self._law, history, self._head.draft_ids, self._vocab_size)
 
-        `None` if nothing that the head can draft has mass.
-        """
-        q = law_over(logits, self._law, history, self._head.draft_ids, self._vocab_size)
-        if q is None:
+    def _draw(self, logits: Tensor, history: Sequence[int], source: RandomSource) -> tuple[int, Tensor, Tensor] | None:
+        """A token after `history`, the law `[V]` that drew it, and the head's law, of `logits` `[1, V_draft]`."""
+        row = self._law_of(logits, history)
+        if row is None:
             return None
-        return finite_argmax(q) if self._law.greedy else self._source.at(len(history)).draw(q), q
+        if self._law.greedy:
+            return finite_argmax(row), row, row
+        q = self._reweigh(row) if self._reweigh is not None else row
+        return source.at(len(history)).draw(q), q, row
 
     def _chain(self, drafted: Sequence[int], rows: Sequence[Tensor]) -> Draft:
         """What was drawn, with its laws as q; of greedy requests point masses."""

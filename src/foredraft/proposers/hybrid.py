@@ -66,6 +66,7 @@ class Hybrid(Joint):
     def __init__(self, parts: Sequence[Drafter]) -> None:
         super().__init__("hybrid", parts)
         self.draft_tokens = max(part.draft_tokens for part in parts)
+        self.forks = all(part.forks and not part.runs_model for part in parts)
 
     def proposer(self, law: Law, source: RandomSource) -> Proposer:
         """A proposer with one of each part."""

@@ -13,6 +13,7 @@ from foredraft.arms import new_arms, new_turns
 from foredraft.backends.base import KVCache
 from foredraft.estimates import UNSCORED, Calibration
 from foredraft.proposers.base import OFFER, Proposer, Verification
+from foredraft.proposers.forks import Fork, PeekFork, Plan
 from foredraft.types import Draft, Verdict
 
 if TYPE_CHECKING:
@@ -85,10 +86,13 @@ class HybridProposer(JointProposer):
         turns = np.zeros(len(parts), dtype=kernels.TURN)
         turns["chance"] = UNSCORED
         super().__init__(parts, turns, calibration.whose)
-        self._counts = calibration.counts
+        self._calibration, self._counts = calibration, calibration.counts
+        self._peeking: HybridProposer | None = None
+        self._proposed = False  # since the last verification
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The likeliest `budget` nodes of all parts' drafts, by calibrated path probability."""
+        self._proposed = True
         for part, proposer in enumerate(self._parts):
             self._offered[part] = proposer.offer(tokens, budget, self._rows[part], _NO_COSTS)
         _, size = kernels.join(
@@ -96,12 +100,37 @@ class HybridProposer(JointProposer):
         )
         return self._draft(size)
 
+    def peek(self, tokens: Sequence[int], budget: int) -> Draft:
+        """The same of what the parts peek at, with arrays of their own."""
+        if self._peeking is None:
+            self._peeking = HybridProposer([_Peeking(part) for part in self._parts], self._calibration)
+        return self._peeking.propose(tokens, budget)
+
+    def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork:
+        """See `Proposer`."""
+        return PeekFork(self, tokens, draft, plan)
+
     def observe(self, verification: Verification, verdict: Verdict) -> None:
-        """Calibrate, and let every part learn. Parts with a KV cache of their own see what was accepted of theirs."""
-        drafted, path = self._drafted[: len(verification.draft)], np.array(verdict.path, dtype=np.int64)
-        kernels.count_verified(self._counts, drafted, path)
+        """Calibrate, and let every part learn. Parts with a KV cache of their own see what was accepted of theirs.
+
+        A draft that was peeked at calibrates nothing: which score each part gave its nodes was not kept.
+        """
+        proposed, self._proposed = self._proposed, False
+        if proposed:
+            drafted, path = self._drafted[: len(verification.draft)], np.array(verdict.path, dtype=np.int64)
+            kernels.count_verified(self._counts, drafted, path)
         for part in self._parts:
             part.observe(verification, verdict)
+
+
+class _Peeking(Proposer):
+    """Proposes what another one peeks at."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+
+    def propose(self, tokens: Sequence[int], budget: int) -> Draft:
+        return self._proposer.peek(tokens, budget)
 
 
 class AutoProposer(JointProposer):
@@ -120,25 +149,26 @@ class AutoProposer(JointProposer):
         self._length = 0  # of the text
         self._held = self._fresh = 0  # nodes of earlier drafts that may still come true; behind them the last one's
         self._kept = 2.0  # nodes of recent rounds, at most
+        self._plain, self._node_costs = auto.controller.costs_at(0)  # at the text's length
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The merged drafts of the parts whose turn it is, with calibrated path probabilities as scores."""
         started = self._auto.clock()
         self._asked, self._asking = 0, 0.0
-        plain = self._auto.controller.plain_seconds(len(tokens))
-        asked = self._read(tokens, plain)
+        self._plain, self._node_costs = self._auto.controller.costs_at(len(tokens))
+        asked = self._read(tokens)
         if budget < 1:
             return Draft()
         most = min(budget, _LEAST_ASKED + round(2 * self._kept))
         for part in range(len(self._parts)):
             if asked >> part & 1:
                 self._ask(part, tokens, most)
-        size = self._join(budget) if self._asked else 0
+        size = self._join(most) if self._asked else 0
         if self._costly:
-            part, length = self._worth_running(plain, min(budget, _DEEPEST))
+            part, length = self._worth_running(min(budget, _DEEPEST))
             if length:
                 self._ask(part, tokens, length)
-                size = self._join(budget)
+                size = self._join(max(most, length))
         draft = self._draft(size)
         self._deciding = self._auto.clock() - started - self._asking
         return draft
@@ -150,7 +180,7 @@ class AutoProposer(JointProposer):
             auto.arms,
             self._turns,
             auto.controller.book,
-            auto.controller.plain_seconds(self._length),
+            self._plain,
             self._drafted[:drafted],
             np.array(verdict.path, dtype=np.int64),
             self._asked,
@@ -168,10 +198,10 @@ class AutoProposer(JointProposer):
 
     def finish(self, tokens: Sequence[int]) -> None:
         """Learn from the last drafts, and tell every part."""
-        self._read(tokens, self._auto.controller.plain_seconds(len(tokens)))
+        self._read(tokens)
         super().finish(tokens)
 
-    def _read(self, tokens: Sequence[int], plain: float) -> int:
+    def _read(self, tokens: Sequence[int]) -> int:
         """Find out which nodes of earlier drafts came true, as far as the text goes. Returns who is to be asked."""
         start, self._length = self._length, len(tokens)
         asked, self._held = kernels.begin(
@@ -182,7 +212,7 @@ class AutoProposer(JointProposer):
             self._held,
             self._fresh,
             self._auto.controller.book,
-            plain,
+            self._plain,
             start,
             np.array(tokens[start:], dtype=np.int64),
         )
@@ -192,9 +222,7 @@ class AutoProposer(JointProposer):
     def _ask(self, part: int, tokens: Sequence[int], budget: int) -> None:
         auto = self._auto
         started = auto.clock()
-        self._offered[part] = nodes = self._parts[part].offer(
-            tokens, budget, self._rows[part], auto.controller.node_costs(self._length)
-        )
+        self._offered[part] = nodes = self._parts[part].offer(tokens, budget, self._rows[part], self._node_costs)
         self._took[part] = seconds = auto.clock() - started
         auto.note_drafting(seconds)
         if part in self._costly:
@@ -216,7 +244,7 @@ class AutoProposer(JointProposer):
         )
         return int(size)
 
-    def _worth_running(self, plain: float, most: int) -> tuple[int, int]:
+    def _worth_running(self, most: int) -> tuple[int, int]:
         """The part to run a model for, if any, and for how many tokens: what gains most beyond the draft at hand."""
         auto, best, found = self._auto, 0.0, (0, 0)
         nodes = self._nodes[self._held : self._held + self._fresh]
@@ -230,6 +258,6 @@ class AutoProposer(JointProposer):
                 length = min(length, _TRIED)
             if gain > best:
                 best, found = gain, (part, length)
-            elif not found[1] and kernels.trial(auto.arms, self._turns, part, plain, _TRIED * step):
+            elif not found[1] and kernels.trial(auto.arms, self._turns, part, self._plain, _TRIED * step):
                 found = (part, min(_TRIED, most))
         return found

@@ -128,7 +128,7 @@ class ParallelChainProposer(_ParallelProposer):
     def _draft(self, tokens: Sequence[int], logits: Tensor, budget: int) -> Draft:
         history, rows = list(tokens), list[Tensor]()
         for row in logits[:budget]:
-            drawn = self._draw(row[None], history)
+            drawn = self._draw(row[None], history, self._source)
             if drawn is None:
                 break
             history.append(drawn[0])

@@ -9,6 +9,7 @@ from foredraft.backends.base import Backend
 from foredraft.checks import is_integer, require
 from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Drafter, Proposer
+from foredraft.proposers.forks import Fork, PeekFork, Plan
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft
@@ -33,6 +34,7 @@ class NGram(Drafter):
     name = "ngram"
     usage = "ngram[:MIN-MAX]"
     draft_tokens = 7
+    forks = True
     when_nothing_is_accepted = "the answer does not repeat anything from its prompt or from itself"
 
     def __init__(self, shortest: int = SHORTEST, longest: int = LONGEST) -> None:
@@ -77,11 +79,19 @@ class NGramProposer(Proposer):
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The tokens that followed the newest occurrence of the longest end of `tokens` seen before."""
         self._index(tokens)
+        return self.peek(tokens, budget)
+
+    def peek(self, tokens: Sequence[int], budget: int) -> Draft:
+        """The same out of what is in the index already."""
         for length in range(min(self._longest, len(tokens) - 1), self._shortest - 1, -1):
             start = self._next.get(tuple(tokens[-length:]))
             if start is not None:
                 return Draft.chain(_copy(tokens, start, budget))
         return Draft()
+
+    def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork:
+        """See `Proposer`."""
+        return PeekFork(self, tokens, draft, plan)
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Note for each new position which runs end before it; the end of `tokens` itself has no continuation yet."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from foredraft.backends.base import Backend
 from foredraft.proposers.base import OFFER, Drafter, Proposer, Verification, drafted
 from foredraft.proposers.files import damaged, read_arrays, write_arrays
+from foredraft.proposers.forks import Fork, PeekFork, Plan
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
@@ -31,6 +32,7 @@ class Recycling(Drafter):
 
     name = usage = "recycling"
     trees = True
+    forks = True
     learns = True
     draft_tokens = 8
     when_nothing_is_accepted = "the text is too varied for what earlier tokens suggested"
@@ -110,6 +112,14 @@ class RecyclingProposer(Proposer):
     def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
         """The same at all costs: its first nodes are the best ones, whatever their number."""
         return int(self._table.kernels.grow(*self._table.arrays, tokens[-1], nodes[:budget]))
+
+    def peek(self, tokens: Sequence[int], budget: int) -> Draft:
+        """The same: it reads the table only."""
+        return self.propose(tokens, budget)
+
+    def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork:
+        """See `Proposer`."""
+        return PeekFork(self, tokens, draft, plan)
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Learn from every row, the rejected nodes' too."""

@@ -18,6 +18,7 @@ from foredraft.checks import is_integer, is_number, require
 from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import OFFER, Drafter, Proposer, drafted
 from foredraft.proposers.files import damaged, read_arrays, write_arrays
+from foredraft.proposers.forks import Fork, PeekFork, Plan
 from foredraft.randomness import RandomSource
 from foredraft.sampling import Law
 from foredraft.types import Draft
@@ -131,6 +132,7 @@ class Suffix(Drafter):
     name = "suffix"
     usage = "suffix[:SETTINGS]"
     trees = True
+    forks = True
     learns = True
     draft_tokens = 8
     when_nothing_is_accepted = (
@@ -218,6 +220,20 @@ class SuffixProposer(Proposer):
             better, _ = self._global.propose(self._own.tail(longest), self._global_limits, nodes, costs, worth)
             count = better or count
         return count
+
+    def peek(self, tokens: Sequence[int], budget: int) -> Draft:
+        """The same for a text that goes on from its own, whose continuation is looked up and not counted."""
+        nodes, costs = np.zeros(budget, dtype=OFFER), np.zeros(1 + budget)
+        tail = np.array(tokens[-self._settings.longest_match :], dtype=np.int32)
+        count, worth = self._own.propose(tail, self._own_limits, nodes, costs)
+        if self._global.nodes > 1:
+            better, _ = self._global.propose(tail, self._global_limits, nodes, costs, worth)
+            count = better or count
+        return drafted(nodes[:count])
+
+    def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork:
+        """See `Proposer`."""
+        return PeekFork(self, tokens, draft, plan)
 
     def finish(self, tokens: Sequence[int]) -> None:
         """Add the answer to the earlier ones, with as much of its prompt as a match may need."""

@@ -8,7 +8,7 @@ target forwards of answers and one batch forward.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
@@ -148,8 +148,11 @@ class _OfDrafter(NamedTuple):
     accepted: Counter
     draft_seconds: Counter
     accept_seconds: Counter
+    branches: Counter
+    meanwhile: Counter
     drafted_at: tuple[Counter, ...]
     accepted_at: tuple[Counter, ...]
+    foreseen: Mapping[str, Counter]
 
     def note(self, stats: RoundStats) -> None:
         """One round of one answer."""
@@ -166,6 +169,10 @@ class _OfDrafter(NamedTuple):
             counter.inc()
         for counter in self.accepted_at[: stats.accepted]:
             counter.inc()
+        if stats.foresight is not None:
+            self.foreseen[stats.foresight.found].inc()
+            self.branches.inc(stats.foresight.branches)
+            self.meanwhile.inc(stats.foresight.seconds)
 
 
 class _Answers:
@@ -190,7 +197,10 @@ class _Answers:
             "accepted": counter("accepted_tokens", "Proposed tokens that were accepted."),
             "draft_seconds": counter("draft_seconds", "Seconds of proposing."),
             "accept_seconds": counter("accept_seconds", "Seconds of deciding what stays."),
+            "branches": counter("foreseen_branches", "Ends of verifications that were drafted for meanwhile."),
+            "meanwhile": counter("drafted_meanwhile_seconds", "Seconds of drafting while the target verified."),
         }
+        self._foreseen = counter("foreseen_rounds", "Rounds by whether their end was drafted for.", "found")
         self._drafted_at = counter(
             "drafted_at_position", "Rounds whose draft reached this depth; the first is 1.", "position"
         )
@@ -216,6 +226,7 @@ class _Answers:
             **{name: counter.labels(drafter) for name, counter in self._counters.items()},
             drafted_at=tuple(self._drafted_at.labels(drafter, str(at)) for at in positions),
             accepted_at=tuple(self._accepted_at.labels(drafter, str(at)) for at in positions),
+            foreseen={found: self._foreseen.labels(drafter, found) for found in ("hit", "late", "miss")},
         )
 
 

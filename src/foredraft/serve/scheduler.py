@@ -249,6 +249,7 @@ class Scheduler:
     def _end(self, choice: _Choice, generation: Generation, event: FinishEvent) -> None:
         """An answer is complete: its cache is kept for prompts that go on from it."""
         self._running.remove(choice)
+        generation.close()
         choice.job.left -= 1
         self._watch.finished(event.completion)
         self.prefixes.keep(generation.tokens, generation.cache, choice.job.room)
@@ -276,6 +277,9 @@ class Scheduler:
 
     def _leave(self, job: Job) -> None:
         job.left = -1
+        for choice in (*self._reading, *self._running):
+            if choice.job is job and choice.generation is not None:
+                choice.generation.close()
         self._reading = [choice for choice in self._reading if choice.job is not job]
         self._running = [choice for choice in self._running if choice.job is not job]
 

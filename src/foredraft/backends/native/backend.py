@@ -143,9 +143,10 @@ class NativeBackend(Backend):
             cache.committed += len(chunk)
 
     def forward(self, queries: Sequence[Query]) -> list[Tensor]:
-        """Logits `[N+1, V]` for each query, all in one pass over the weights."""
-        parts = [Part(query, 0, _cache(query)) for query in queries]
-        tap = self._tap(parts, sum(1 + len(query.draft.tokens) for query in queries))
+        """Logits of each query, all in one pass over the weights; see `Backend`."""
+        parts = [Part(query, query.known, _cache(query)) for query in queries]
+        counts = [1 + len(query.draft.tokens) - query.known for query in queries]
+        tap = self._tap(parts, sum(counts))
         for part in parts:
             if tap.layers:  # they are wanted of all layers, and what an early exit left has the last ones only
                 part.cache.early = None
@@ -163,7 +164,7 @@ class NativeBackend(Backend):
             part.cache.early = None
         self._hand_out(parts, tap, certain=False)
         found = torch.from_numpy(logits)[:, : self.vocab_size]
-        return list(torch.split(found, [1 + len(query.draft.tokens) for query in queries]))
+        return list(torch.split(found, counts))
 
     def commit(self, cache: KVCache, path: Sequence[int]) -> None:
         """Keep the root and the nodes of the path, moved together where siblings lay between them."""
@@ -182,6 +183,10 @@ class NativeBackend(Backend):
         """torch keeps to one thread meanwhile: what it does between forwards is little."""
         with TORCH_THREADS.one():
             yield
+
+    def apart(self, threads: int | None) -> None:
+        """See `Backend`; `None` takes as many threads as before."""
+        self.team, self._work = Team(threads or self.team.threads), None
 
     def conditions(self) -> dict[str, str]:
         """See `Backend`."""

@@ -149,17 +149,24 @@ class NativeHead:
             cache.committed += len(rows)
         return step
 
-    def expand(self, cache: NativeCache, states: Floats, tokens: Sequence[int], paths: Sequence[Sequence[int]]) -> Step:
+    def expand(
+        self,
+        cache: NativeCache,
+        states: Floats,
+        tokens: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        depths: Sequence[int],
+    ) -> Step:
         """Go a token further from each of the states `[n, width]`.
 
         Args:
             cache: Behind its committed rows are the drafted nodes, in the order in which they were expanded.
             states: After what is above each node.
             tokens: Of the nodes.
-            paths: `[n, depth]` the drafted nodes down to each, itself last.
+            paths: `[n, deepest]` the drafted nodes down to each, itself last and up to the end.
+            depths: `[n]` how many these are.
         """
-        seen = np.array(paths)
-        batch = self._batch(cache, tokens, seen, np.full(len(tokens), seen.shape[1]))
+        batch = self._batch(cache, tokens, np.array(paths), np.array(depths))
         work, room = self._room(batch)
         room.states[: len(tokens)] = states
         return self._run(batch, work, room, scored=len(tokens), from_features=False)
