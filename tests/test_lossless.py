@@ -101,7 +101,7 @@ def test_every_backend_is_run() -> None:
     found = {
         backend.name
         for backend in Backend.__subclasses__()
-        if backend.__module__.startswith("foredraft.") and not inspect.isabstract(backend)
+        if backend.__module__.startswith("foredraft.backends.") and not inspect.isabstract(backend)
     }
     assert found == set(BACKENDS)
 
