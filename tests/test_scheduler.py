@@ -346,6 +346,28 @@ def test_one_bad_request_fails_alone(
     assert counts.failures == ["worker_crashed"]
 
 
+def test_an_answer_that_fails_while_another_of_its_ask_ends_harms_nobody_else(
+    methods: Methods, scheduler: Scheduler, counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = Run(scheduler, methods, asked(PROMPTS[0], drafter="none", max_tokens=40))
+    bad = Run(scheduler, methods, replace(asked(PROMPTS[1], drafter="none", max_tokens=1), n=2))
+    from foredraft.generation import Generation
+
+    original, failing = Generation.score, iter([True])
+
+    def broken(self: Generation, *arguments: Any) -> Any:
+        if self.tokens[: len(PROMPTS[1])] == PROMPTS[1] and next(failing, False):
+            raise RuntimeError("a defect")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Generation, "score", broken)
+    finish(scheduler)
+    assert [type(error) for error in bad.errors] == [WorkerCrashedError] and not bad.events
+    monkeypatch.undo()
+    assert good.ids == alone(methods, good.job.ask)
+    assert counts.failures == ["worker_crashed"]
+
+
 def test_a_grammar_that_leaves_nothing_is_the_fault_of_its_request_alone(
     methods: Methods, scheduler: Scheduler
 ) -> None:

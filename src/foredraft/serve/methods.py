@@ -21,6 +21,7 @@ from foredraft.proposers.base import Drafter
 PLAIN = "none"
 NEED_NOTHING = (PLAIN, "auto", "ngram", "suffix", "recycling", "hybrid:suffix+recycling")
 """What every target can be drafted for with."""
+_OFFERED = tuple(rule.name for rule in RULES.values() if not rule.lossy and not rule.greedy)
 
 
 class Methods:
@@ -65,7 +66,7 @@ class Methods:
         if others is None:
             others = [*NEED_NOTHING, *(["eagle3"] if _has_head(files) else [])]
         self.drafters = tuple(dict.fromkeys((default, PLAIN, *others)))
-        self.rules = tuple(name for name, known in RULES.items() if not known.lossy and not known.greedy)
+        self.rules = _OFFERED
         self.costs: Costs = loader.costs(target, files)
         self._setups: dict[tuple[str, str | None], Setup] = {}
         self.renew()
@@ -144,9 +145,9 @@ class Methods:
         return drafter
 
     def _known_rule(self, rule: str | None) -> str | None:
-        if rule is None or (rule in RULES and not RULES[rule].lossy and not RULES[rule].greedy):
+        if rule is None or rule in _OFFERED:
             return rule
-        known = ", ".join(name for name, each in RULES.items() if not each.lossy and not each.greedy)
+        known = ", ".join(_OFFERED)
         why = "changes the text, which this server does not do" if rule in RULES and RULES[rule].lossy else "is unknown"
         if rule in RULES and RULES[rule].greedy:
             why = "is taken by itself at temperature 0"

@@ -44,8 +44,8 @@ class Job:
     submitted: float = field(default_factory=monotonic)
     reserved: int = 0
     """Bytes for its keys and values."""
-    left: int = 0
-    """Answers that have not ended."""
+    gone: bool = False
+    """Whether it has failed or was cancelled: nothing of it is delivered any more."""
 
     @property
     def user(self) -> str:
@@ -139,16 +139,12 @@ class Scheduler:
                 "ask for fewer tokens.",
                 field="max_tokens",
             )
-        job.left = ask.n
         self._waiting.add(job)
 
     def cancel(self, job: Job) -> None:
         """Forget a job, whatever it is at. Nothing happens if it has ended."""
-        if job in list(self._waiting):
-            self._waiting.remove(job)
-            self._watch.failed("cancelled")
-        elif job in self._taken_up():
-            self._leave(job)
+        if job in (*self._waiting, *self._taken_up()):
+            self._drop(job)
             self._watch.failed("cancelled")
 
     def fail(self, error: ForedraftError, *, waiting: bool = True) -> None:
@@ -159,10 +155,8 @@ class Scheduler:
     def reset(self) -> None:
         """After a crash: what was taken up fails, and nothing that was computed is trusted any more."""
         self.restarts += 1
-        self.fail(WorkerCrashedError("The server failed while it answered. Ask again."), waiting=False)
-        self._reading.clear()
-        self._running.clear()
         self.prefixes.clear()
+        self.fail(WorkerCrashedError("The server failed while it answered. Ask again."), waiting=False)
 
     def step(self) -> None:
         """One piece of a prompt, and one round of all that run."""
@@ -232,6 +226,8 @@ class Scheduler:
         events: dict[Job, list[tuple[int, Event]]] = {}
         rounds: list[RoundEvent] = []
         for choice, event in play_round(running, self.limits.nodes, self._guard):
+            if choice.job.gone:  # another answer of it has failed in this round
+                continue
             events.setdefault(choice.job, []).append((choice.index, event))
             if isinstance(event, RoundEvent):
                 rounds.append(event)
@@ -243,14 +239,13 @@ class Scheduler:
             rows = sum(1 + event.stats.drafted for event in rounds)
             self._watch.forward(len(rounds), rows, rounds[0].stats.verify_seconds)
         for job, found in events.items():
-            if job.left >= 0:  # else it has failed in the middle of the round
+            if not job.gone:
                 job.deliver(found)
 
     def _end(self, choice: _Choice, generation: Generation, event: FinishEvent) -> None:
         """An answer is complete: its cache is kept for prompts that go on from it."""
         self._running.remove(choice)
         generation.close()
-        choice.job.left -= 1
         self._watch.finished(event.completion)
         self.prefixes.keep(generation.tokens, generation.cache, choice.job.room)
         self.prefixes.shrink(self.kv_limit - self.reserved)
@@ -267,21 +262,23 @@ class Scheduler:
             self._fail(choice.job, WorkerCrashedError("The server failed at this request. Other requests go on."))
 
     def _fail(self, job: Job, error: ForedraftError) -> None:
-        if job.left < 0:
+        if job.gone:
             return
-        if job in list(self._waiting):
-            self._waiting.remove(job)
-        self._leave(job)
+        self._drop(job)
         self._watch.failed(getattr(error, "code", "invalid"))
         job.fail(error)
 
-    def _leave(self, job: Job) -> None:
-        job.left = -1
-        for choice in (*self._reading, *self._running):
-            if choice.job is job and choice.generation is not None:
-                choice.generation.close()
+    def _drop(self, job: Job) -> None:
+        """Take a job out, whatever it is at, and end what works for it."""
+        job.gone = True
+        if job in self._waiting:
+            self._waiting.remove(job)
+        own = [choice.generation for choice in (*self._reading, *self._running) if choice.job is job]
         self._reading = [choice for choice in self._reading if choice.job is not job]
         self._running = [choice for choice in self._running if choice.job is not job]
+        for generation in own:
+            if generation is not None:
+                generation.close()
 
 
 def params_of(ask: Ask, index: int) -> SamplingParams:
