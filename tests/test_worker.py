@@ -181,6 +181,25 @@ def test_a_crash_fails_what_ran_and_the_queue_goes_on(
     run(ask())
 
 
+def test_a_request_that_cannot_even_be_taken_up_is_told_so(
+    worker: Worker, methods: Methods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def setup(*_: Any, **__: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    async def ask() -> None:
+        running = asyncio.create_task(answered(worker, asked(60)))
+        await until(lambda: worker.status().running == 1 or running.done())
+        with monkeypatch.context() as broken:
+            broken.setattr(methods, "setup", setup)
+            with pytest.raises(WorkerCrashedError, match="Other requests go on"):
+                await worker.submit(asked())
+        assert len(await running) == 1
+        assert worker.status().restarts == 0
+
+    run(ask())
+
+
 def test_draining_waits_for_what_runs_and_refuses_what_comes(methods: Methods) -> None:
     worker = Worker(methods, Limits())
     worker.start()

@@ -120,6 +120,11 @@ class WorkerCrashedError(Refusal):
     code = "worker_crashed"
     retry_after = 1
 
+    @classmethod
+    def alone(cls) -> WorkerCrashedError:
+        """Only this ask has failed."""
+        return cls("The server failed at this request. Other requests go on.")
+
 
 class Answer(Protocol):
     """A submitted ask."""

@@ -259,7 +259,7 @@ class Scheduler:
             self._fail(choice.job, error)
         except Exception:
             logger.exception("An answer failed")
-            self._fail(choice.job, WorkerCrashedError("The server failed at this request. Other requests go on."))
+            self._fail(choice.job, WorkerCrashedError.alone())
 
     def _fail(self, job: Job, error: ForedraftError) -> None:
         if job.gone:

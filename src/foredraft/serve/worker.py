@@ -154,7 +154,10 @@ class Worker:
             check_request(Request(ask.prompt, ask.params), setup)
             job = Job(ask, setup, answer.put, answer.fail, answer.note_start)
             self._scheduler.add(job)
-        except ForedraftError as error:
+        except Exception as error:
+            if not isinstance(error, ForedraftError):
+                logger.exception("A request could not be taken up")
+                error = WorkerCrashedError.alone()
             self._watch.failed(getattr(error, "code", "invalid"))
             answer.refuse(error)
         else:
