@@ -79,15 +79,16 @@ class Prefixes:
             running: Caches that are in use, which are copied.
         """
         wanted = np.array(prompt[:-1], dtype=np.int64)
-        sources = [*((kept.tokens, kept.cache, kept) for kept in self._kept), *((*source, None) for source in running)]
-        best = max(sources, key=lambda source: _common(source[0], wanted), default=None)
-        common = _common(best[0], wanted) if best is not None else 0
-        if best is None or common < _LEAST:
+        own = [Source(kept.tokens, kept.cache) for kept in self._kept]
+        sources = [*own, *running]
+        commons = [_common(source.tokens, wanted) for source in sources]
+        most = max(commons, default=0)
+        if most < _LEAST:
             return self._backend.new_cache(room), 0
-        kept = best[2]
-        if kept is not None:
-            kept.used = self._next()
-        return self._backend.copy(best[1], common, room), common
+        best = commons.index(most)
+        if best < len(own):
+            self._kept[best].used = self._next()
+        return self._backend.copy(sources[best].cache, most, room), most
 
     def shrink(self, most: int) -> None:
         """Forget what was not used for longest until no more than so many bytes are kept."""
