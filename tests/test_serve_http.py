@@ -18,8 +18,9 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.errors import InvalidInputError, ModelError
 from foredraft.proposers.ngram import NGram
 from foredraft.serve import reading
-from foredraft.serve.app import Page, create_app
+from foredraft.serve.app import create_app
 from foredraft.serve.asks import AskTimeoutError, DrainingError, QueueFullError, WorkerCrashedError
+from foredraft.serve.common import Page
 from foredraft.serve.settings import ServerSettings
 from foredraft.types import SamplingParams
 from serve_fakes import FakeWorker, serving
@@ -499,7 +500,7 @@ class TestClientsThatGoAway:
         scope |= {"headers": [(b"content-type", b"application/json")], "client": ("::1", 1), "http_version": "1.1"}
         asyncio.run(asyncio.wait_for(app(scope, receive, read_nothing), 60))
         assert worker.cancelled.is_set()
-        assert app.state.server.recent.listed()[0]["outcome"] == "slow_reader"
+        assert app.state.host.recent.listed()[0]["outcome"] == "slow_reader"
 
 
 class TestAround:
@@ -576,7 +577,7 @@ def guarded(guarded_worker: FakeWorker) -> Iterator[httpx.Client]:
     settings = ServerSettings(
         name="tiny", api_keys=("first", "second"), cors_origins=("https://example.org",), max_tokens=4
     )
-    app = create_app(guarded_worker, settings, metrics=lambda _: (b"", "text/plain"), page=Page(""))
+    app = create_app(guarded_worker, settings, metrics=lambda _: (b"", "text/plain"), page=Page("", ""))
     with serving(app) as url, httpx.Client(base_url=url) as client:
         yield client
 

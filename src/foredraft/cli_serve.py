@@ -231,7 +231,8 @@ def serve(
 
 def _run(methods: Methods, limits: Limits, settings: ServerSettings, listener: socket, grace: float) -> None:
     """Serve until a signal comes, and keep what was learned."""
-    from foredraft.serve.app import Page, create_app
+    from foredraft.serve.app import create_app
+    from foredraft.serve.common import Page
     from foredraft.serve.metrics import Metrics
     from foredraft.serve.page import page, policy
     from foredraft.serve.run import address, is_local, serve

@@ -39,7 +39,7 @@ def serve_with_vllm(
     from foredraft.handover.engine import launch, run, supervised
     from foredraft.handover.proxy import Front
     from foredraft.loading import cache_folder
-    from foredraft.serve.app import Page
+    from foredraft.serve.common import Page
     from foredraft.serve.page import page, policy
     from foredraft.serve.run import address as shown
     from foredraft.serve.run import bind, is_local

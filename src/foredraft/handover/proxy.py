@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import httpx
 from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
-from foredraft import __version__
 from foredraft.bench.peers.prometheus import parse_metrics
 from foredraft.handover.counts import Counts
 from foredraft.handover.edge import Drafting, body_for
 from foredraft.handover.process import Supervised
 from foredraft.handover.relay import Relay
 from foredraft.serve import document
-from foredraft.serve.app import Page, guard
 from foredraft.serve.asks import DrainingError, Limits, QueueFullError, Refusal
-from foredraft.serve.logs import Recent, Record
+from foredraft.serve.common import Page, application, record_of
+from foredraft.serve.logs import Recent
 from foredraft.serve.orders import steered
-from foredraft.serve.problems import ApiError, bad, problem
+from foredraft.serve.problems import bad, problem
 from foredraft.serve.reading import read_body
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.wire import ChatRequest, CompletionRequest
@@ -83,6 +81,15 @@ class Front:
         except (httpx.HTTPError, RuntimeError):  # the latter of a closed client
             return ""
 
+    async def context(self) -> int | None:
+        """Most tokens of a prompt and its answer, as vLLM says; `None` while it does not answer."""
+        try:
+            response = await self.client.get("/v1/models", timeout=_PATIENCE)
+            found = response.json()["data"][0].get("max_model_len")
+            return int(found) if found is not None else None
+        except (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+            return None
+
     def admit(self) -> None:
         """Refuse a request that cannot be taken now.
 
@@ -103,18 +110,7 @@ class Front:
 
 def create_proxy(front: Front) -> FastAPI:
     """The application."""
-    app = FastAPI(
-        title="foredraft",
-        version=__version__,
-        description="OpenAI-compatible serving with lossless speculative decoding, by vLLM.",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/openapi.json",
-    )
-    app.state.front = front
-    app.include_router(router)
-    guard(app, front.settings, front.recent)
-    return app
+    return application(front, router, "OpenAI-compatible serving with lossless speculative decoding, by vLLM.")
 
 
 router = APIRouter()
@@ -141,7 +137,7 @@ async def completions(request: Request) -> Response:
 
 
 async def _answer(request: Request, model: type[ChatRequest] | type[CompletionRequest]) -> Response:
-    front, record = _front(request), _record(request)
+    front, record = _front(request), record_of(request)
     body = await read_body(request, model)
     steering = steered(body.foredraft, request.headers)
     asked, most = steering.timeout, front.limits.timeout
@@ -169,42 +165,6 @@ async def _answer(request: Request, model: type[ChatRequest] | type[CompletionRe
         raise
 
 
-@router.get("/v1/models", responses=document.returned(document.ModelList, 401))
-async def models(request: Request) -> Response:
-    """List the one model that the server has."""
-    return JSONResponse({"object": "list", "data": [await _card(_front(request))]})
-
-
-@router.get("/v1/models/{name:path}", responses=document.returned(document.ModelCard, 401, 404))
-async def one_model(request: Request, name: str) -> Response:
-    """Show the model."""
-    card = await _card(_front(request))
-    if name != card["id"]:
-        message = f"There is no model '{name[:80]}' here: this server has '{card['id']}'."
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return JSONResponse(card)
-
-
-async def _card(front: Front) -> dict[str, Any]:
-    return {
-        "id": front.settings.name,
-        "object": "model",
-        "created": front.created,
-        "owned_by": "foredraft",
-        "max_model_len": await _context(front),
-    }
-
-
-async def _context(front: Front) -> int | None:
-    """Most tokens of a prompt and its answer, as vLLM says; `None` while it does not answer."""
-    try:
-        response = await front.client.get("/v1/models", timeout=_PATIENCE)
-        found = response.json()["data"][0].get("max_model_len")
-        return int(found) if found is not None else None
-    except (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError, AttributeError):
-        return None
-
-
 @router.get("/health", responses=document.returned(document.Health))
 async def health(request: Request) -> Response:
     """Whether vLLM answers: 503 while it starts, restarts or drains."""
@@ -212,28 +172,13 @@ async def health(request: Request) -> Response:
     return JSONResponse({"state": state}, status_code=200 if state == "ready" else 503)
 
 
-@router.get(
-    "/metrics",
-    responses={
-        200: {
-            "description": "Counters as Prometheus reads them",
-            "content": {"text/plain": {"schema": {"type": "string"}}},
-        },
-        **document.errors(401),
-    },
-)
+@router.get("/metrics", responses=document.counted(401))
 async def metrics(request: Request) -> Response:
     """Tell what is counted: by foredraft's names, then vLLM's own."""
     front = _front(request)
     text, process = await front.told("/metrics"), front.process
     body, kind = front.counts.render(text, process.state, process.restarts, request.headers.get("accept"))
     return Response(body, headers={"Content-Type": kind})
-
-
-@router.get("/version", responses=document.returned(document.Version, 401))
-async def version(request: Request) -> Response:
-    """Tell which foredraft this is."""
-    return JSONResponse({"version": __version__})
 
 
 @router.get("/foredraft/status", responses=document.errors(401))
@@ -259,7 +204,7 @@ async def status(request: Request) -> Response:
     return JSONResponse(
         {
             "model": front.settings.name,
-            "context": await _context(front),
+            "context": await front.context(),
             "backend": "vllm",
             "default_drafter": drafting.drafter,
             "drafters": [drafting.drafter],
@@ -279,21 +224,6 @@ async def status(request: Request) -> Response:
     )
 
 
-@router.get("/", responses={200: {"description": "The page", "content": {"text/html": {}}}, **document.errors(404)})
-async def page(request: Request) -> Response:
-    """Show the page."""
-    found = _front(request).page
-    if found is None:
-        raise ApiError(404, "This server has no page.", code="not_found")
-    headers = {"Content-Security-Policy": found.policy, "X-Content-Type-Options": "nosniff"}
-    return HTMLResponse(found.html, headers={**headers, "Referrer-Policy": "no-referrer"})
-
-
 def _front(request: Request) -> Front:
-    front: Front = request.app.state.front
+    front: Front = request.app.state.host
     return front
-
-
-def _record(request: Request) -> Record:
-    record: Record = request.scope["foredraft"]
-    return record

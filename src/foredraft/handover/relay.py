@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
-from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from foredraft.handover.edge import Drafting, usage_of
 from foredraft.serve.asks import AskTimeoutError, Refusal, WorkerCrashedError
 from foredraft.serve.logs import Record, logger
-from foredraft.serve.problems import ApiError, problem
+from foredraft.serve.problems import ApiError
+from foredraft.serve.responses import Stream, whole
 from foredraft.serve.settings import ServerSettings
 
-_CLIENT_GONE = 499
-_TOLD = (
-    "drafter",
-    "rule",
-    "target_forwards",
-    "mean_accepted_length",
-    "tokens_per_second",
-    "queue_ms",
-    "ttft_ms",
-    "tpot_ms",
-)
 _CONTEXT = ("maximum context length", "max_model_len", "longer than the maximum model length")
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -62,36 +51,23 @@ class Relay:
     timeout: float
     ended: Callable[[str | None], None]
     _first: float | None = field(default=None, init=False)
-    _finish: str | None = field(default=None, init=False)
 
     async def respond(self, request: Request) -> Response:
         """The response; an error of vLLM's before it began is raised in our own shape."""
         if self.body.get("stream"):
             upstream = await self._opened()
-            return _Relayed(self, upstream)
-        work = asyncio.ensure_future(self._whole())
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self.record.outcome = "cancelled"
-                response = Response(status_code=_CLIENT_GONE)
-            else:
-                response = JSONResponse(work.result())
-            self.ended(self.record.outcome)
-            return response
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+
+            async def closed() -> None:  # vLLM stops when nobody reads it
+                self.ended(self.record.outcome)
+                await upstream.aclose()
+
+            return Stream(self._events(upstream), self.record, self.settings, closed)
+        response = await whole(self._whole(), request, self.record)
+        self.ended(self.record.outcome)
+        return response
 
     async def _whole(self) -> dict[str, Any]:
-        try:
-            response = await asyncio.wait_for(self.client.post(self.path, json=self.body), self.timeout)
-        except asyncio.TimeoutError:
-            raise _too_slow(self.timeout) from None
-        except httpx.HTTPError as error:
-            raise _gone() from error
+        response = await self._within(self.timeout, self.client.post(self.path, json=self.body))
         answer = _answer(response.status_code, response.content)
         choices = answer.get("choices") or [{}]
         answer["usage"] = self._figures(answer.get("usage") or {}, answer.pop("metrics", None), len(choices))
@@ -101,39 +77,17 @@ class Relay:
     async def _opened(self) -> httpx.Response:
         """The response to a stream, its headers read."""
         asked = self.client.build_request("POST", self.path, json=self.body)
-        try:
-            response = await asyncio.wait_for(self.client.send(asked, stream=True), self.timeout)
-        except asyncio.TimeoutError:
-            raise _too_slow(self.timeout) from None
-        except httpx.HTTPError as error:
-            raise _gone() from error
+        response = await self._within(self.timeout, self.client.send(asked, stream=True))
         if response.status_code != 200:
             content = await response.aread()
             await response.aclose()
             _answer(response.status_code, content)
         return response
 
-    async def chunks(self, upstream: httpx.Response) -> AsyncIterator[str]:
-        """The data of each event. What fails after it began is its last but one."""
-        try:
-            async with aclosing(self._events(upstream)) as events:
-                async for event in events:
-                    yield json.dumps(event, separators=(",", ":"))
-            self.record.outcome = self._finish
-        except (asyncio.CancelledError, GeneratorExit):
-            self.record.outcome = self.record.outcome or "cancelled"
-            raise
-        except Exception as error:
-            found = problem(_gone() if isinstance(error, httpx.HTTPError) else error, self.record.id)
-            if found.code == "internal":
-                logger.exception("stream failed", extra={"fields": {"id": self.record.id}})
-            self.record.outcome = found.code
-            yield json.dumps(found.body, separators=(",", ":"))
-        yield "[DONE]"
-
     async def _events(self, upstream: httpx.Response) -> AsyncGenerator[dict[str, Any], None]:
         """vLLM's events with foredraft's figures, until its own end."""
         choices: set[int] = set()
+        finish: str | None = None
         lines = upstream.aiter_lines()
         while True:
             line = await self._line(lines)
@@ -143,11 +97,12 @@ class Relay:
             if name != "data":
                 continue
             if data.strip() == "[DONE]":
+                self.record.outcome = finish
                 return
             event = _event(data)
             for choice in event.get("choices") or ():
                 choices.add(int(choice.get("index") or 0))
-                self._finish = choice.get("finish_reason") or self._finish
+                finish = choice.get("finish_reason") or finish
                 if self._first is None and _says(choice):
                     self._first = perf_counter()
             figures, metrics = event.pop("usage", None), event.pop("metrics", None)
@@ -163,10 +118,16 @@ class Relay:
     async def _line(self, lines: AsyncIterator[str]) -> str | None:
         """The next line; `None` at the end."""
         left = self.timeout - (perf_counter() - self.record.started)
+        return await self._within(max(left, 0.0), anext(lines, None))
+
+    async def _within(self, seconds: float, told: Awaitable[T]) -> T:
+        """What vLLM tells, if it does so within these seconds."""
         try:
-            return await asyncio.wait_for(anext(lines, None), max(left, 0.0))
+            return await asyncio.wait_for(told, seconds)
         except asyncio.TimeoutError:
             raise _too_slow(self.timeout) from None
+        except httpx.HTTPError as error:
+            raise _gone() from error
 
     def _figures(self, usage: dict[str, Any], metrics: dict[str, Any] | None, choices: int) -> dict[str, Any]:
         """`usage`, noted too."""
@@ -179,30 +140,8 @@ class Relay:
             first_seconds=first - started if first is not None else None,
             seconds=perf_counter() - started,
         )
-        told = found["foredraft"]
-        counts = {name: found[name] for name in ("prompt_tokens", "completion_tokens")}
-        self.record.figures = {**counts, **{name: told[name] for name in _TOLD}}
+        self.record.answered(found)
         return found
-
-
-class _Relayed(EventSourceResponse):
-    """Server-sent events; when they end, however they do, so does the request to vLLM, which then stops."""
-
-    def __init__(self, relay: Relay, upstream: httpx.Response) -> None:
-        settings = relay.settings
-        super().__init__(relay.chunks(upstream), ping=settings.ping, sep="\n", send_timeout=settings.send_timeout)
-        self._relay, self._upstream = relay, upstream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = self._relay.record
-        try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            record.outcome = "slow_reader"
-            logger.warning("dropped a client that reads nothing", extra={"fields": {"id": record.id}})
-        finally:
-            self._relay.ended(record.outcome)
-            await self._upstream.aclose()
 
 
 def _says(choice: dict[str, Any]) -> bool:
@@ -259,8 +198,3 @@ def _gone() -> Refusal:
 
 def _too_slow(timeout: float) -> Refusal:
     return AskTimeoutError(f"The request took longer than {timeout:g} s, the most here: ask for fewer tokens.")
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

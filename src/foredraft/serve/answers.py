@@ -117,14 +117,14 @@ class Answers:
         choice.pieces.append(piece)
         return []
 
-    def whole(self, figures: Figures) -> dict[str, Any]:
+    def whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """The object of a request that is no stream."""
         choices = [self._whole(index, choice) for index, choice in enumerate(self.choices)]
-        return {**self._head(self.kind), "choices": choices, "usage": self.usage(figures)}
+        return {**self._head(self.kind), "choices": choices, "usage": usage}
 
-    def last_chunk(self, figures: Figures) -> dict[str, Any]:
+    def last_chunk(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """The figures at the end of a stream."""
-        return {**self._head(self.chunk_kind), "choices": [], "usage": self.usage(figures)}
+        return {**self._head(self.chunk_kind), "choices": [], "usage": usage}
 
     def usage(self, figures: Figures) -> dict[str, Any]:
         """Tokens by OpenAI's names, and what speculation did."""

@@ -6,44 +6,29 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
-from foredraft import __version__
-from foredraft.errors import ForedraftError
 from foredraft.serve import document
-from foredraft.serve.access import Keys
 from foredraft.serve.answers import Answers, ChatAnswers, TextAnswers, fingerprint
+from foredraft.serve.common import Page, application, record_of
 from foredraft.serve.exchange import Exchange
 from foredraft.serve.interfaces import Render, Worker
-from foredraft.serve.logs import Recent, Record, logger
-from foredraft.serve.middleware import Bounded, Guarded, Noted
+from foredraft.serve.logs import Recent
 from foredraft.serve.orders import Order, OrderDesk
-from foredraft.serve.problems import ApiError, problem
+from foredraft.serve.problems import ApiError
 from foredraft.serve.reading import read_body
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.token_texts import TokenTexts
 from foredraft.serve.wire import ChatRequest, CompletionRequest, Sampling
 
 _STUCK = 60.0  # seconds without a round while something runs: a forward takes far less
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 B = TypeVar("B", bound=Sampling)
-
-
-@dataclass(frozen=True)
-class Page:
-    """The page at `/`, and its Content-Security-Policy."""
-
-    html: str
-    policy: str = _POLICY
 
 
 @dataclass
@@ -62,18 +47,9 @@ class Server:
         self.texts = TokenTexts(self.worker.model.tokenizer)
         self.fingerprint = fingerprint(self.settings.name, self.worker.model.backend.name)
 
-    @property
-    def card(self) -> dict[str, Any]:
-        """The model, as clients list it."""
-        context = self.worker.model.backend.context
-        name = self.settings.name
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "foredraft",
-            "max_model_len": context,
-        }
+    async def context(self) -> int | None:
+        """Most tokens of a prompt and its answer."""
+        return self.worker.model.backend.context
 
     def identity(self, prefix: str) -> dict[str, Any]:
         """What all objects of one answer have in common."""
@@ -96,38 +72,8 @@ def create_app(
         metrics: Renders what is counted, for `/metrics`.
         page: For `/`.
     """
-    app = FastAPI(
-        title="foredraft",
-        version=__version__,
-        description="OpenAI-compatible serving with lossless speculative decoding.",
-        docs_url=None,  # these load scripts from elsewhere
-        redoc_url=None,
-        openapi_url="/openapi.json",
-    )
-    server = app.state.server = Server(worker, settings, metrics, page)
-    app.include_router(router)
-    guard(app, settings, server.recent)
-    return app
-
-
-def guard(app: FastAPI, settings: ServerSettings, recent: Recent) -> None:
-    """What every application of ours has around its routes: document, errors, bounds, keys, origins, and the log."""
-    app.openapi = partial(_document, app, bool(settings.api_keys))  # type: ignore[method-assign]
-    app.add_exception_handler(HTTPException, _http_error)
-    for kind in (ApiError, ForedraftError):  # all else is `Noted`'s
-        app.add_exception_handler(kind, _failed)
-    # The last one added is the first one passed.
-    app.add_middleware(Bounded, limit=settings.max_body)
-    app.add_middleware(Guarded, keys=Keys(settings.api_keys), open_metrics=settings.open_metrics)
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
-    app.add_middleware(Noted, recent=recent)
+    server = Server(worker, settings, metrics, page)
+    return application(server, router, "OpenAI-compatible serving with lossless speculative decoding.")
 
 
 router = APIRouter()
@@ -156,29 +102,13 @@ async def completions(request: Request) -> Response:
 async def _answer(
     request: Request, model: type[B], order: Callable[..., Order], told: type[Answers], prefix: str
 ) -> Response:
-    server, record = _server(request), _record(request)
+    server, record = _server(request), record_of(request)
     body = await read_body(request, model)
     made = await run_in_threadpool(order, body, request.headers, _user(request, body))
     answers = told(made, server.identity(prefix), server.texts, server.desk.stop_tokens)
     exchange = Exchange(answers, record, server.settings)
     await exchange.submit(server.worker)
     return await exchange.respond(request)
-
-
-@router.get("/v1/models", responses=document.returned(document.ModelList, 401))
-async def models(request: Request) -> Response:
-    """List the one model that the server has."""
-    return JSONResponse({"object": "list", "data": [_server(request).card]})
-
-
-@router.get("/v1/models/{name:path}", responses=document.returned(document.ModelCard, 401, 404))
-async def one_model(request: Request, name: str) -> Response:
-    """Show the model."""
-    card = _server(request).card
-    if name != card["id"]:
-        message = f"There is no model '{name[:80]}' here: this server has '{card['id']}'."
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return JSONResponse(card)
 
 
 @router.get(
@@ -198,13 +128,7 @@ async def health(request: Request) -> Response:
 
 @router.get(
     "/metrics",
-    responses={
-        200: {
-            "description": "Counters as Prometheus reads them",
-            "content": {"text/plain": {"schema": {"type": "string"}}},
-        },
-        **document.errors(401, 404),
-    },
+    responses=document.counted(401, 404),
 )
 async def metrics(request: Request) -> Response:
     """Tell what is counted."""
@@ -213,12 +137,6 @@ async def metrics(request: Request) -> Response:
         raise ApiError(404, "This server counts nothing.", code="not_found")
     body, content_type = render(request.headers.get("accept"))
     return Response(body, headers={"Content-Type": content_type})
-
-
-@router.get("/version", responses=document.returned(document.Version, 401))
-async def version(request: Request) -> Response:
-    """Tell which foredraft this is."""
-    return JSONResponse({"version": __version__})
 
 
 @router.get(
@@ -235,7 +153,7 @@ async def status(request: Request) -> Response:
     return JSONResponse(
         {
             "model": server.settings.name,
-            "context": worker.model.backend.context,
+            "context": await server.context(),
             "backend": worker.model.backend.name,
             "default_drafter": worker.methods.default,
             "drafters": list(worker.methods.drafters),
@@ -248,34 +166,9 @@ async def status(request: Request) -> Response:
     )
 
 
-@router.get("/", responses={200: {"description": "The page", "content": {"text/html": {}}}, **document.errors(404)})
-async def page(request: Request) -> Response:
-    """Show the page."""
-    found = _server(request).page
-    if found is None:
-        raise ApiError(404, "This server has no page.", code="not_found")
-    headers = {
-        "Content-Security-Policy": found.policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-    }
-    return HTMLResponse(found.html, headers=headers)
-
-
-def _document(app: FastAPI, keys: bool) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        app.openapi_schema = document.document(app, keys=keys)
-    return app.openapi_schema
-
-
 def _server(request: Request) -> Server:
-    server: Server = request.app.state.server
+    server: Server = request.app.state.host
     return server
-
-
-def _record(request: Request) -> Record:
-    record: Record = request.scope["foredraft"]
-    return record
 
 
 def _user(request: Request, body: Sampling) -> str:
@@ -284,23 +177,3 @@ def _user(request: Request, body: Sampling) -> str:
     if key is not None:
         return f"key {key}"
     return body.user or (request.client.host if request.client is not None else "")
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    record = _record(request)
-    found = problem(error, record.id)
-    record.outcome = found.code
-    if found.code == "internal":
-        logger.error("request failed", exc_info=error, extra={"fields": {"id": record.id}})
-    return JSONResponse(found.body, status_code=found.status, headers=found.headers)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = request.url.path[:80]
-    told = {
-        404: (f"There is nothing at {path}.", "not_found"),
-        405: (f"{path} does not take {request.method}.", "method_not_allowed"),
-    }
-    message, code = told.get(error.status_code, (str(error.detail), "invalid_request"))
-    return await _failed(request, ApiError(error.status_code, message, code=code, headers=error.headers))

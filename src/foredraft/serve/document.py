@@ -172,6 +172,12 @@ def returned(model: type[BaseModel], *statuses: int) -> dict[int | str, dict[str
     return {200: {"description": model.__doc__ or "", "content": _json(model)}, **errors(*statuses)}
 
 
+def counted(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The answers of `/metrics`."""
+    content = {"text/plain": {"schema": {"type": "string"}}}
+    return {200: {"description": "Counters as Prometheus reads them", "content": content}, **errors(*statuses)}
+
+
 def asked(model: type[BaseModel]) -> dict[str, Any]:
     """The body and the headers of a route."""
     headers = [

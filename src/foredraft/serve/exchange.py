@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from time import perf_counter
 from typing import Any
 
-from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response
 
 from foredraft.serve.answers import Answers
 from foredraft.serve.asks import Answer
 from foredraft.serve.figures import Figures
 from foredraft.serve.interfaces import Worker
-from foredraft.serve.logs import Record, logger
-from foredraft.serve.problems import problem
+from foredraft.serve.logs import Record
+from foredraft.serve.responses import Stream, whole
 from foredraft.serve.settings import ServerSettings
 from foredraft.types import Event
-
-_CLIENT_GONE = 499  # nobody reads it; the log has it as others do
 
 
 class Exchange:
@@ -64,20 +59,14 @@ class Exchange:
     async def respond(self, request: Request) -> Response:
         """The response, whole or as a stream. If the client goes away, all is cancelled at once."""
         if self._order.stream:
-            return _Stream(self, self._chunks(), self._settings)
-        work = asyncio.ensure_future(self._whole())
-        gone = asyncio.ensure_future(_disconnected(request))
+            return Stream(self._chunks(), self._record, self._settings, self._closed)
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self._record.outcome = "cancelled"
-                return Response(status_code=_CLIENT_GONE)
-            return JSONResponse(work.result())
+            return await whole(self._whole(), request, self._record)
         finally:
             self.cancel()
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _closed(self) -> None:
+        self.cancel()
 
     async def _whole(self) -> dict[str, Any]:
         async with aclosing(self._events()) as events:
@@ -85,28 +74,18 @@ class Exchange:
                 self._told.add(index, event)
         return self._told.whole(self._finish())
 
-    async def _chunks(self) -> AsyncIterator[str]:
-        """The data of each event of the stream. What fails after it began is its last but one."""
+    async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The parts of the stream."""
         try:
             async with aclosing(self._events()) as events:
                 async for index, event in events:
                     for chunk in self._told.add(index, event):
-                        yield _line(chunk)
-            figures = self._finish()
+                        yield chunk
+            usage = self._finish()
             if self._order.include_usage:
-                yield _line(self._told.last_chunk(figures))
-        except (asyncio.CancelledError, GeneratorExit):
-            self._record.outcome = self._record.outcome or "cancelled"
-            raise
-        except Exception as error:
-            found = problem(error, self._record.id)
-            if found.code == "internal":
-                logger.exception("stream failed", extra={"fields": {"id": self._record.id}})
-            self._record.outcome = found.code
-            yield _line(found.body)
+                yield self._told.last_chunk(usage)
         finally:
             self.cancel()
-        yield "[DONE]"
 
     async def _events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events of all asks as they come, with the index of their choice."""
@@ -117,8 +96,8 @@ class Exchange:
                     self._first = perf_counter()
                 yield number * n + index, event
 
-    def _finish(self) -> Figures:
-        """The figures when all has come, noted too."""
+    def _finish(self) -> dict[str, Any]:
+        """`usage` when all has come, noted too."""
         started, now = self._record.started, perf_counter()
         queued = [answer.queue_seconds for answer in self._running]
         figures = Figures(
@@ -131,11 +110,12 @@ class Exchange:
         completions = [choice.completion for choice in choices if choice.completion is not None]
         if len(completions) < len(choices):
             raise RuntimeError("the worker ended before all answers were complete")
-        self._record.answered(sum(len(ask.prompt) for ask in self._order.asks), completions, figures)
+        usage = self._told.usage(figures)
+        self._record.answered(usage)
         self._record.outcome = choices[0].finish_reason
         if self._settings.log_prompts:
             self._record.texts = {"prompt": self._order.shown, "answer": [each.text for each in completions]}
-        return figures
+        return usage
 
 
 async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, tuple[int, Event]], None]:
@@ -169,41 +149,3 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, tuple[i
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _Stream(EventSourceResponse):
-    """Server-sent events of one exchange, which is cancelled when nobody reads them."""
-
-    def __init__(self, exchange: Exchange, chunks: AsyncIterator[str], settings: ServerSettings) -> None:
-        super().__init__(
-            chunks,
-            ping=settings.ping,
-            sep="\n",
-            send_timeout=settings.send_timeout,
-            client_close_handler_callable=self._closed,
-        )
-        self._exchange = exchange
-
-    async def _closed(self, _: Message) -> None:
-        self._exchange.cancel()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            record = scope["foredraft"]
-            record.outcome = "slow_reader"
-            logger.warning("dropped a client that reads nothing", extra={"fields": {"id": record.id}})
-        finally:
-            self._exchange.cancel()
-
-
-def _line(chunk: dict[str, Any]) -> str:
-    """JSON in one line of ASCII: some clients take other characters for line ends."""
-    return json.dumps(chunk, separators=(",", ":"))
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

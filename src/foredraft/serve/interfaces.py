@@ -41,7 +41,7 @@ class Methods(Protocol):
         ...
 
 
-class Worker(Protocol):
+class Worker(Drains, Protocol):
     """Who answers."""
 
     @property
@@ -75,10 +75,6 @@ class Worker(Protocol):
 
     def plain_tokens_per_second(self) -> float | None:
         """Plain decoding's measured rate here."""
-        ...
-
-    async def drain(self, seconds: float) -> None:
-        """Take no more; return when all have ended. What still runs after so many seconds fails."""
         ...
 
     def close(self) -> None:

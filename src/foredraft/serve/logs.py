@@ -6,12 +6,9 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from foredraft.serve.figures import Figures, speculation
-from foredraft.types import Completion
 
 logger = logging.getLogger("foredraft.serve")
 
@@ -56,14 +53,10 @@ class Record:
     texts: dict[str, Any] = field(default_factory=dict)
     """Prompt and answer; only if they may be logged."""
 
-    def answered(self, prompt_tokens: int, completions: Sequence[Completion], figures: Figures) -> None:
-        """Note what speculation did."""
-        told = speculation(completions, figures)
-        self.figures = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": sum(len(completion.ids) for completion in completions),
-            **{name: told[name] for name in _TOLD},
-        }
+    def answered(self, usage: Mapping[str, Any]) -> None:
+        """Note the figures of its `usage`."""
+        counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        self.figures = {**counts, **{name: usage["foredraft"][name] for name in _TOLD}}
 
     @property
     def seconds(self) -> float:

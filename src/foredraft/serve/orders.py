@@ -12,7 +12,7 @@ from foredraft.loading import stop_tokens
 from foredraft.serve.asks import Ask, Grammar
 from foredraft.serve.conversation import rendered, tool_calls
 from foredraft.serve.interfaces import Worker
-from foredraft.serve.problems import ApiError, bad
+from foredraft.serve.problems import bad, no_such_model
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.wire import (
     ChatRequest,
@@ -142,12 +142,7 @@ class OrderDesk:
     def _check_common(self, body: Sampling) -> None:
         name = self._settings.name
         if body.model != name:
-            raise ApiError(
-                404,
-                f"There is no model '{body.model[:80]}' here: this server has '{name}'.",
-                param="model",
-                code="model_not_found",
-            )
+            raise no_such_model(body.model, name)
         most = self._worker.limits.sequences
         if (body.n or 1) > most:
             raise bad("n", f"n is {body.n}, but must be at most {most}: the server's batch.")

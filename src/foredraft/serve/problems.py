@@ -65,6 +65,12 @@ def bad(param: str | None, message: str, code: str = "invalid_value") -> ApiErro
     return ApiError(400, message, param=param, code=code)
 
 
+def no_such_model(asked: str, name: str) -> ApiError:
+    """A 404: the server has another model."""
+    message = f"There is no model '{asked[:80]}' here: this server has '{name}'."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def internal(request_id: str) -> ApiError:
     """What a client is told of a fault that is ours: nothing but where to look it up."""
     return ApiError(500, f"Something went wrong on the server. Its log tells more at {request_id}.", code="internal")

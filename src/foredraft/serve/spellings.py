@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _UNFINISHED = "\ufffd"  # what a part of a character decodes to
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece spells bytes that it has no piece for
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece spells bytes that it has no piece for
 _NEWLINE = "Ċ"  # how byte-level BPE spells it
 
 
@@ -33,6 +33,13 @@ class Spellings:
         """Whether decoding takes off the space that the first token of a text begins with."""
 
 
+def byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level tokenizers write bytes: printable ones stand for themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
     newline = tokenizer.get_vocab().get(_NEWLINE)
     return newline is not None and tokenizer.decode([newline]) == "\n"
@@ -40,9 +47,7 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def _of_byte_level(names: dict[int, str]) -> dict[int, bytes]:
     """Every character of a token is a byte (Radford et al. 2019, GPT-2); added tokens may have others, as they are."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    byte_of = byte_alphabet()
     return {
         i: bytes(byte_of[c] for c in name) if all(c in byte_of for c in name) else name.encode()
         for i, name in names.items()
@@ -56,7 +61,7 @@ def _of_texts(names: dict[int, str], codec: Codec) -> dict[int, bytes]:
         text = texts.get(i, "")
         if text and _UNFINISHED not in text:
             spelled[i] = text.encode()
-        elif byte := _BYTE.fullmatch(name):
+        elif byte := BYTE.fullmatch(name):
             spelled[i] = bytes.fromhex(byte[1])
     return spelled
 

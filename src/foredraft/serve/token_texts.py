@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
+from foredraft.serve.spellings import BYTE, byte_alphabet
 from foredraft.trace import Labels
-
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
@@ -16,7 +14,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._alphabet = _byte_alphabet() if _is_byte_level(tokenizer) else {}
+        self._alphabet = byte_alphabet() if _is_byte_level(tokenizer) else {}
         self._special = frozenset(tokenizer.all_special_ids)
         self._known: dict[int, bytes] = {}
         self.labels = Labels(tokenizer)
@@ -41,7 +39,7 @@ class TokenTexts:
         if self._alphabet:
             known = all(character in self._alphabet for character in piece)
             return bytes(self._alphabet[c] for c in piece) if known else piece.encode()
-        byte = _BYTE.fullmatch(piece)
+        byte = BYTE.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
 
 
@@ -49,10 +47,3 @@ def _is_byte_level(tokenizer: Any) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     return decoder is not None and "ByteLevel" in json.dumps(json.loads(decoder.__getstate__()))
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level tokenizers write bytes: printable ones stand for themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
