@@ -147,9 +147,10 @@ def _other(
         files = _files(model)
         plan = planned(model, record, drafter, parallel=parallel, draft_tokens=draft_tokens)
         name = plan.translation.drafter
-        make, reference = (sglang, _loadable(model, files, out, notify)) if engine == "sglang" else (llama_cpp, model)
-        if engine == "llama.cpp" and files is not None:
-            reference = str(files.path)
+        if engine == "sglang":
+            make, reference = sglang, _loadable(model, files, out, notify)
+        else:
+            make, reference = llama_cpp, str(files.path) if files is not None else model
         found = make(reference, name, plan.draft_tokens, parallel, _head(name, model, files, out))
         texts = {f"{engine}.md": found.page(), f"{engine}.sh": f"#!/bin/sh\nexec {quoted(found.command)}\n"}
         written = write_texts(texts, out)
@@ -172,11 +173,11 @@ def _record(source: Path | None, model: str) -> Record | None:
 
 def _files(model: str, always: bool = False) -> ModelFiles | None:
     """The model's files; `None` of a hub id, for which nothing is fetched unless it must be known."""
-    from foredraft.handover.plan import is_local
+    from foredraft.handover.write import files_here
     from foredraft.loading import cache_folder
-    from foredraft.models import BUNDLED, resolve
+    from foredraft.models import resolve
 
-    return resolve(model, cache_folder()) if always or model in BUNDLED or is_local(model) else None
+    return resolve(model, cache_folder()) if always else files_here(model, cache_folder())
 
 
 def _loadable(model: str, files: ModelFiles | None, out: Path, notify: Notify) -> str:

@@ -74,7 +74,7 @@ class Limits:
         for name, value in vars(self).items():
             require(name, value, is_number(value) and value > 0, "a number > 0")
 
-    def seconds(self, rows: int = 1) -> float:
+    def seconds(self, rows: float = 1) -> float:
         """Of a forward at least: `max(bytes / bandwidth, 2 x parameters x rows / arithmetic)`."""
         return max(self.bytes_per_token / self.bandwidth, 2 * self.parameters * rows / self.arithmetic)
 

@@ -13,7 +13,7 @@ from foredraft.api import Model
 from foredraft.backends.base import Backend
 from foredraft.bench.peers import Peer, PeerRequest
 from foredraft.bench.peers.memory import peak, reset_peak
-from foredraft.bench.records import Cell, Rounds, Turn
+from foredraft.bench.records import Cell, Turn
 from foredraft.bench.workloads import prompt_ids
 from foredraft.errors import ModelError
 from foredraft.loading import EngineChoice, Loader, parse_drafter
@@ -78,20 +78,7 @@ class OwnMethod(Method):
             elif isinstance(event, FinishEvent):
                 completion = event.completion
         self.peak_memory = peak()
-        stats = completion.stats
-        return Turn(
-            prompt_tokens=len(prompt.ids),
-            ids=completion.ids,
-            text=completion.text,
-            ttft=stats.ttft_ms / 1e3,
-            seconds=stats.seconds,
-            target_forwards=stats.target_forwards,
-            draft_forwards=stats.draft_forwards,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            rounds=Rounds.of(rounds),
-            foresight=stats.foresight,
-        )
+        return Turn.of(len(prompt.ids), completion, rounds)
 
     def keep(self) -> None:
         """See `Method`."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from foredraft.errors import InvalidInputError
-from foredraft.types import ForesightStats, RoundStats
+from foredraft.types import Completion, ForesightStats, RoundStats
 
 OWN = "foredraft"
 """The engine's name in cells that are no peer's."""
@@ -132,6 +132,24 @@ class Turn:
     def tpot(self) -> float | None:
         """Seconds per token after the first; `None` of a single token."""
         return (self.seconds - self.ttft) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion: Completion, rounds: Sequence[RoundStats] | None = None) -> Turn:
+        """foredraft's own answer, with its rounds if they were kept."""
+        stats = completion.stats
+        return cls(
+            prompt_tokens=prompt_tokens,
+            ids=completion.ids,
+            text=completion.text,
+            ttft=stats.ttft_ms / 1e3,
+            seconds=stats.seconds,
+            target_forwards=stats.target_forwards,
+            draft_forwards=stats.draft_forwards,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            rounds=Rounds.of(rounds) if rounds is not None else None,
+            foresight=stats.foresight,
+        )
 
     @classmethod
     def from_json(cls, found: Any) -> Turn:

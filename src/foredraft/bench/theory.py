@@ -96,15 +96,24 @@ def break_even(k: int, draft_cost: float = 0.0, v: Verify = free) -> float | Non
         A rate in [0, 1]; `None` if even a chain that is always accepted does not pay.
     """
     _require_count("k", k, least=1)
-    cost = round_cost(k, draft_cost, v)
-    if cost > k + 1:
+    return acceptance_for(round_cost(k, draft_cost, v), k)
+
+
+def acceptance_for(tokens: float, k: int) -> float | None:
+    """The acceptance at which chains of `k` tokens emit so many a round, `E[L] = tokens`.
+
+    Returns:
+        A rate in [0, 1]; `None` if even a chain that is always accepted emits fewer.
+    """
+    _require_count("k", k, least=1)
+    if tokens > k + 1:
         return None
-    if cost <= 1:
+    if tokens <= 1:
         return 0.0
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, k) < cost else (low, middle)
+        low, high = (middle, high) if expected_tokens(middle, k) < tokens else (low, middle)
     return high
 
 

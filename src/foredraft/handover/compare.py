@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +10,13 @@ from typing import Any
 
 from foredraft.api import Model
 from foredraft.bench.peers.base import PeerError, PeerOptions, PeerRequest
-from foredraft.bench.peers.sse import Server
-from foredraft.bench.peers.url import UNKNOWN, UrlPeer
+from foredraft.bench.peers.url import UNKNOWN, Known, UrlPeer
 from foredraft.bench.records import Turn
 from foredraft.errors import InvalidInputError
 from foredraft.models import Notify
 from foredraft.proof.audit import Difference, Equality, explain
 from foredraft.proof.verify import PROMPTS, Certificate, identity, versions
-from foredraft.types import Completion, SamplingParams
+from foredraft.types import SamplingParams
 
 _CANDIDATES = 5  # log-probabilities that a server is asked for
 
@@ -100,12 +98,12 @@ def verify_served(
         turn = peer.answer(PeerRequest(tuple(ids), (), url, None, max_tokens, 0.0, 0))
         answers.append(list(turn.ids))
         expected = plain.generate(ids, params)
-        there, here = there.plus(turn), here.plus(_turn(expected))
+        there, here = there.plus(turn), here.plus(Turn.of(len(ids), expected))
         if drafting is not None:
-            predicted = predicted.plus(_turn(drafting.generate(ids, params)))
+            predicted = predicted.plus(Turn.of(len(ids), drafting.generate(ids, params)))
         if turn.ids != expected.ids:
             found = explain(model.backend, number, ids, expected.ids, turn.ids, params)
-            differences.append(_settled(found, Server(url, api_key), ids, expected.ids))
+            differences.append(_settled(found, peer.known(url), ids, expected.ids))
     kind = peer.conditions().get(url, "unknown server")
     setting = "greedy, the server against plain decoding here"
     return Certificate(
@@ -131,25 +129,11 @@ def verify_served(
     )
 
 
-def _turn(completion: Completion) -> Turn:
-    stats = completion.stats
-    return Turn(
-        prompt_tokens=0,
-        ids=completion.ids,
-        text=completion.text,
-        ttft=stats.ttft_ms / 1e3,
-        seconds=stats.seconds,
-        target_forwards=stats.target_forwards,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-    )
-
-
 def _sum(total: int | None, count: int | None) -> int | None:
     return total + count if total is not None and count is not None else None
 
 
-def _settled(found: Difference, server: Server, prompt: Sequence[int], plain: Sequence[int]) -> Difference:
+def _settled(found: Difference, known: Known, prompt: Sequence[int], plain: Sequence[int]) -> Difference:
     """A difference that our own drift does not explain, in the light of the server's scores at that place.
 
     The server is asked for one token after the same beginning, so that nothing is drafted. If it then prefers the token
@@ -157,7 +141,7 @@ def _settled(found: Difference, server: Server, prompt: Sequence[int], plain: Se
     """
     if found.verdict == "near-tie" or UNKNOWN in (found.plain_token, found.other_token) or found.plain_token < 0:
         return found
-    told = _scores(server, [*prompt, *plain[: found.position]])
+    told = _scores(known, [*prompt, *plain[: found.position]])
     ours, theirs = found.plain_candidates, {token: told.get(token) for token in (found.plain_token, found.other_token)}
     a, b = theirs[found.plain_token], theirs[found.other_token]
     if a is None or b is None:
@@ -167,10 +151,10 @@ def _settled(found: Difference, server: Server, prompt: Sequence[int], plain: Se
     return replace(found, drift=max(found.drift, off), verdict="near-tie") if close else found
 
 
-def _scores(server: Server, ids: Sequence[int]) -> dict[int, float]:
+def _scores(known: Known, ids: Sequence[int]) -> dict[int, float]:
     """A server's log-probabilities of the likeliest next tokens, by id; nothing where it does not tell ids."""
     body = {
-        "model": server.model or _model_of(server),
+        "model": known.model,
         "prompt": list(ids),
         "max_tokens": 1,
         "temperature": 0,
@@ -180,7 +164,7 @@ def _scores(server: Server, ids: Sequence[int]) -> dict[int, float]:
     }
     found: dict[int, float] = {}
     try:
-        for event in server.stream(f"{server.base}/completions", body, 60.0):
+        for event in known.server.stream(f"{known.server.base}/completions", body, 60.0):
             for choice in event.get("choices") or ():
                 for table in (choice.get("logprobs") or {}).get("top_logprobs") or ():
                     for name, score in (table or {}).items():
@@ -190,10 +174,6 @@ def _scores(server: Server, ids: Sequence[int]) -> dict[int, float]:
     except (PeerError, TypeError, ValueError, AttributeError):
         return {}
     return found
-
-
-def _model_of(server: Server) -> str:
-    return str(json.loads(server.get(f"{server.base}/models", 10.0))["data"][0]["id"])
 
 
 def _told(url: str, kind: str, there: _Sums, plain: _Sums, predicted: _Sums | None) -> dict[str, Any]:

@@ -58,10 +58,10 @@ class Counts:
             restarts: Starts after the first.
             accept: The header of that name.
         """
-        families = [*self._own(state, restarts), *(self._told(text) if text else ())]
-        families += _families(text)
+        theirs = [family for family in text_string_to_metric_families(text) if family.name.startswith("vllm:")]
+        ours = [*self._own(state, restarts), *self._told(parse_metrics(text), theirs)]
         registry = CollectorRegistry()
-        registry.register(_Given(families))
+        registry.register(_Given([*ours, *theirs]))
         encode, content_type = choose_encoder(accept or "")
         return encode(registry), content_type
 
@@ -79,8 +79,8 @@ class Counts:
         about = {"version": __version__, "python": platform.python_version(), "model": self._model, "backend": "vllm"}
         yield InfoMetricFamily("foredraft_build", "What serves.", about)
 
-    def _told(self, text: str) -> Iterator[Metric]:
-        found = parse_metrics(text)
+    def _told(self, found: Found, families: Sequence[Metric]) -> Iterator[Metric]:
+        """What vLLM knows."""
         for theirs, (name, says) in _GAUGES.items():
             if theirs in found:
                 yield GaugeMetricFamily(f"foredraft_{name}", says, found[theirs])
@@ -88,7 +88,7 @@ class Counts:
             if theirs in found:
                 yield CounterMetricFamily(f"foredraft_{name}", says, found[theirs])
         yield from self._speculation(found)
-        for family in text_string_to_metric_families(text):
+        for family in families:
             if family.name in _HISTOGRAMS:
                 yield self._histogram(family)
 
@@ -151,8 +151,3 @@ class _Given:
 
     def collect(self) -> Iterator[Metric]:
         return iter(self._families)
-
-
-def _families(text: str) -> list[Metric]:
-    """vLLM's own."""
-    return [family for family in text_string_to_metric_families(text) if family.name.startswith("vllm:")]

@@ -6,13 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.serve.problems import ApiError, bad
+from foredraft.serve.orders import SEEDS, check_model, check_stream
+from foredraft.serve.problems import bad
 from foredraft.serve.settings import ServerSettings
 from foredraft.serve.wire import ChatRequest, CompletionRequest, Sampling, Steering
 
-_SEEDS = 2**63 - 128  # as foredraft's own engine takes them
-_OURS = frozenset(("foredraft", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"))
-_ALSO_OURS = frozenset(("prompt_cache_retention", "prediction", "verbosity", "modalities", "best_of"))
+_OURS = frozenset(
+    (
+        "foredraft",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+        "verbosity",
+        "modalities",
+        "best_of",
+    )
+)
+"""What vLLM is not told."""
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Said in every request: where one says nothing, vLLM would take the model's own defaults, foredraft these."""
 
@@ -38,22 +52,15 @@ def body_for(request: Sampling, settings: ServerSettings, drafting: Drafting, st
     Raises:
         ApiError: It asks for another model, or for what vLLM does not do for a single request.
     """
-    if request.model != settings.name:
-        raise ApiError(
-            404,
-            f"There is no model '{request.model[:80]}' here: this server has '{settings.name}'.",
-            param="model",
-            code="model_not_found",
-        )
+    check_model(request, settings)
     _check_steering(steering, drafting)
-    if request.stream_options is not None and not request.stream:
-        raise bad("stream_options", "stream_options needs stream to be true.")
+    check_stream(request)
     found = request.model_dump(exclude_none=True, by_alias=True)
-    found = {name: value for name, value in found.items() if name not in _OURS and name not in _ALSO_OURS}
+    found = {name: value for name, value in found.items() if name not in _OURS}
     found = {**_NEUTRAL, **found}
     found["top_k"] = max(int(found["top_k"]), 0)
     if request.seed is not None:
-        found["seed"] = request.seed % _SEEDS
+        found["seed"] = request.seed % SEEDS
     if isinstance(request, CompletionRequest):
         found.setdefault("max_tokens", settings.max_tokens)
         if request.best_of is not None and request.best_of != (request.n or 1):

@@ -14,17 +14,17 @@ from typing import Any
 from foredraft.errors import UnsupportedError
 from foredraft.handover.check import check_config, method_of
 from foredraft.handover.edge import Drafting
-from foredraft.handover.facts import Facts, facts_of
-from foredraft.handover.plan import is_local, planned
+from foredraft.handover.facts import draft_facts_of, facts_of
+from foredraft.handover.keys import RULES
+from foredraft.handover.plan import planned
 from foredraft.handover.process import Supervised
 from foredraft.handover.proxy import Front, create_proxy
 from foredraft.handover.reading import read_config
 from foredraft.handover.vllm import compact
-from foredraft.handover.write import loadable
-from foredraft.models import BUNDLED, Notify, file_key, resolve
+from foredraft.handover.write import files_here, loadable
+from foredraft.models import Notify, file_key
 from foredraft.serve.run import serve
 
-_RULES = {"standard": "token", "block": "block"}
 _STARTS = 3  # that end before vLLM answered, after which it is given up
 
 
@@ -69,10 +69,10 @@ def launch(
     """
     reference = _loadable(model, cache, notify)
     if config is not None:
-        found: dict[str, Any] | None = read_config(config)
-        assert found is not None
-        check_config(found, target=facts_of(reference), draft=_draft(found))
-        named = method_of(found)
+        given = read_config(config)
+        check_config(given, target=facts_of(reference), draft=draft_facts_of(given))
+        found: dict[str, Any] | None = given
+        named = method_of(given)
     else:
         plan = planned(reference, None, drafter, draft_tokens=draft_tokens)
         plan.check(facts_of(reference))
@@ -122,21 +122,14 @@ def supervised(found: Launch) -> Supervised:
 def _drafting(drafter: str, config: dict[str, Any] | None) -> Drafting:
     if config is None:
         return Drafting(drafter, "")
-    rule = _RULES[config.get("rejection_sample_method") or "standard"]
+    rule = RULES[config.get("rejection_sample_method") or "standard"]
     return Drafting(drafter, method_of(config), config.get("num_speculative_tokens"), rule)
-
-
-def _draft(config: dict[str, Any]) -> Facts | None:
-    model = config.get("model")
-    return facts_of(model) if isinstance(model, str) else None
 
 
 def _loadable(model: str, cache: Path, notify: Notify) -> str:
     """The model as vLLM loads it; of a GGUF file a converted folder."""
-    if model not in BUNDLED and not is_local(model):
-        return model
-    files = resolve(model, cache, notify)
-    return loadable(files, cache / "converted" / file_key(files.path), notify)
+    files = files_here(model, cache, notify)
+    return model if files is None else loadable(files, cache / "converted" / file_key(files.path), notify)
 
 
 def _free_port() -> int:

@@ -25,6 +25,8 @@ MOST = 16
 _LEAST_GAIN = 1.02
 """Below this a batch is better left alone: what is left out above costs more."""
 
+_BYTES = 2  # of a weight there
+
 Seconds = Callable[[int, float], float]
 """Seconds of a forward, by sequences and by rows of all of them."""
 
@@ -62,26 +64,25 @@ class Machine:
     measured: bool
 
 
-def measured_machine(costs: Costs, origin: str, context: int | None = None) -> Machine:
+def measured_machine(costs: Costs, origin: str) -> Machine:
     """The machine of the record itself."""
 
     def seconds(sequences: int, rows: float) -> float:
         curve = costs.curve_of(sequences) if sequences in costs.curves else costs.curve
         low, share = int(rows), rows - int(rows)
-        below = curve.seconds(max(low, 1), context)
-        return below + share * (curve.seconds(low + 1, context) - below) if share else below
+        below = curve.seconds(max(low, 1))
+        return below + share * (curve.seconds(low + 1) - below) if share else below
 
     return Machine(seconds, f"as {origin} measured forwards, on that machine", measured=True)
 
 
-def card_machine(name: str, parameters: int, parallel: Parallel, bytes_each: int = 2) -> Machine:
+def card_machine(name: str, parameters: int, parallel: Parallel) -> Machine:
     """A named GPU at its best: a forward takes as long as reading the weights, or as multiplying by them.
 
     Args:
         name: One of `CARDS`.
         parameters: Weights that a row is multiplied with.
         parallel: Devices that share them.
-        bytes_each: Of a weight there.
 
     Raises:
         InvalidInputError: The card is not known.
@@ -93,20 +94,17 @@ def card_machine(name: str, parameters: int, parallel: Parallel, bytes_each: int
     limits = Limits(
         bandwidth=card.bandwidth * devices,
         arithmetic=card.arithmetic * devices,
-        bytes_per_token=float(parameters * bytes_each),
+        bytes_per_token=float(parameters * _BYTES),
         parameters=float(parameters),
     )
     shared = f", {devices} of them without what they lose to each other" if devices > 1 else ""
     source = (
         f"{name}{shared}: reckoned from {card.bandwidth / 1e9:,.0f} GB/s and {card.arithmetic / 1e12:,.0f} TFLOPS "
-        f"({card.source}), as the larger of reading {parameters / 1e6:,.0f} million weights of {bytes_each} bytes and "
+        f"({card.source}), as the larger of reading {parameters / 1e6:,.0f} million weights of {_BYTES} bytes and "
         "of multiplying by them. No real forward is as quick, so this is a bound, not a measurement"
     )
 
-    def seconds(_: int, rows: float) -> float:
-        return max(limits.bytes_per_token / limits.bandwidth, 2 * limits.parameters * rows / limits.arithmetic)
-
-    return Machine(seconds, source, measured=False)
+    return Machine(lambda _, rows: limits.seconds(rows), source, measured=False)
 
 
 class Gain(NamedTuple):

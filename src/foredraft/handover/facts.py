@@ -19,8 +19,6 @@ class Facts:
     hidden: int | None = None
     """Size of the states; of a head, of those that it reads."""
     vocabulary: int | None = None
-    context: int | None = None
-    parameters: int | None = None
     kind: str | None = None
     """Of a head in the `speculators` format: its method."""
     steps: int | None = None
@@ -37,6 +35,12 @@ def facts_of(reference: str) -> Facts | None:
     return _of_config(reference, found) if isinstance(found, dict) else None
 
 
+def draft_facts_of(config: Mapping[str, Any]) -> Facts | None:
+    """Of the draft model or head that a speculative config names; `None` where it names none, or it is not here."""
+    model = config.get("model")
+    return facts_of(model) if isinstance(model, str) else None
+
+
 def _of_config(reference: str, config: Mapping[str, Any]) -> Facts:
     layer = config.get("transformer_layer_config") or config.get("text_config") or config
     hidden = _count(config.get("target_hidden_size")) or _count(layer.get("hidden_size"))
@@ -45,7 +49,6 @@ def _of_config(reference: str, config: Mapping[str, Any]) -> Facts:
         reference,
         hidden=hidden,
         vocabulary=_count(layer.get("vocab_size")),
-        context=_count(layer.get("max_position_embeddings")),
         kind=kind if isinstance(kind, str) else None,
         steps=next((count for name in _MTP_LAYERS if (count := _count(layer.get(name)))), None),
     )

@@ -9,14 +9,13 @@ from typing import Any
 from foredraft.engine import MOST_DRAFT_TOKENS
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.handover.check import check_config, method_of
-from foredraft.handover.keys import DRAFTING, REMOVED, VERSIONS
+from foredraft.handover.keys import DRAFTING, REMOVED, RULES, VERSIONS
 from foredraft.handover.reading import read_config
 from foredraft.proposers.ngram import MOST
 from foredraft.proposers.suffix import SuffixSettings
 
 _NGRAM_LENGTH = 5  # of a match where neither bound is given, as in vLLM
 _SUFFIX = {"depth": 24, "factor": 1.0, "floor": 0.1}  # vLLM's defaults
-_RULES = {"standard": "token", "block": "block"}
 _COMMON = frozenset(("method", "model", "num_speculative_tokens", "rejection_sample_method", "draft_sample_method"))
 _NO_EFFECT = {
     "draft_tensor_parallel_size": (1,),
@@ -81,7 +80,7 @@ def _rule(config: Mapping[str, Any], method: str) -> str | None:
         )
     if asked is None:
         return "token" if method in DRAFTING else None
-    return _RULES[asked]
+    return RULES[asked]
 
 
 def _ngram(config: Mapping[str, Any]) -> tuple[str, frozenset[str]]:

@@ -19,6 +19,8 @@ DRAFTING = ("draft_model", *HEADS)
 """Methods that run a network of their own."""
 METHODS = (*NGRAM, "suffix", *DRAFTING)
 """Those that are known here. `medusa` and `ngram_gpu` are read, not written."""
+RULES = {"standard": "token", "block": "block"}
+"""Values of `rejection_sample_method`, and foredraft's rules of the same law."""
 REMOVED = {"medusa": "0.33", "mlp_speculator": "0.33"}
 """Methods by the version from which on vLLM has them no more."""
 OTHER_METHODS = {

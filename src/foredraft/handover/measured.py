@@ -16,7 +16,7 @@ import numpy as np
 from foredraft.bench.figures import CellFigures, answers_of
 from foredraft.bench.records import OWN, Rounds
 from foredraft.bench.results import SETTINGS, Results
-from foredraft.bench.theory import expected_tokens
+from foredraft.bench.theory import acceptance_for
 from foredraft.costs import CostCurve, Costs
 from foredraft.errors import InvalidInputError
 
@@ -25,7 +25,6 @@ TUNED = "tune.json"
 _KINDS = (
     f"a folder of `foredraft bench`, or a file (or a folder with {TUNED}) that `foredraft tune MODEL --json` printed"
 )
-_BISECTIONS = 60
 _JOINED = 8  # of what has the number of its parts: the usual ones have as many
 
 
@@ -207,7 +206,8 @@ def _of_trial(trial: Mapping[str, Any], costs: Costs, context: int) -> Measured:
     nodes, length = int(trial["drafted"]) / rounds, int(trial["tokens"]) / rounds
     most = max(int(trial["draft_tokens"]), 1)
     share = min(nodes / most, 1.0)  # of rounds that drafted, if each that did drafted all it may
-    alpha = _alpha(1.0 + (length - 1.0) / share, most) if share > 0 else 0.0
+    alpha = acceptance_for(min(1.0 + (length - 1.0) / share, most + 1.0), most) if share > 0 else 0.0
+    assert alpha is not None
     return Measured(
         drafter=drafter,
         draft_tokens=most,
@@ -218,12 +218,3 @@ def _of_trial(trial: Mapping[str, Any], costs: Costs, context: int) -> Measured:
         trees=drafter.partition(":")[0] not in ("ngram", "draft", "early_exit", "layer_skip", "self_quant"),
         draft_steps=float(trial["draft_ms"]) / 1e3 / costs.seconds(1, context),
     )
-
-
-def _alpha(length: float, most: int) -> float:
-    """The acceptance at which chains of `most` tokens emit so many a round: `E[L] = (1 - a^(k+1)) / (1 - a)`."""
-    low, high = 0.0, 1.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens(middle, most) < length else (low, middle)
-    return high

@@ -13,8 +13,8 @@ from pathlib import Path
 from foredraft.errors import UnsupportedError
 from foredraft.handover.check import Parallel
 from foredraft.handover.plan import is_local, options, quoted
-from foredraft.proposers.auto import DEFAULT_PARTS
-from foredraft.proposers.ngram import LONGEST, SHORTEST
+from foredraft.handover.translate import one_of
+from foredraft.proposers.ngram import NGram
 
 _TREE_WIDTH, _TREE_DEPTH = 4, 5  # SGLang's usual tree
 _SUFFIX_MATCH = 4  # tokens of a match in llama.cpp's maps, which look up one length only
@@ -97,23 +97,15 @@ def llama_cpp(model: str, drafter: str, draft_tokens: int, parallel: Parallel, h
 
 
 def _drafting(engine: str, table: dict[str, Make], drafter: str, draft_tokens: int, head: str | None) -> _Drafting:
-    from foredraft.loading import AHEAD, parse_drafter
+    from foredraft.loading import parse_drafter
 
     if parse_drafter(drafter) is None:
         return _Drafting({})
+    alone = one_of(engine, drafter, tuple(table))
+    if alone is not None:
+        found = _drafting(engine, table, alone.drafter, draft_tokens, head)
+        return replace(found, stands_in=found.stands_in or alone.why)
     name, _, argument = drafter.partition(":")
-    if name in ("hybrid", "auto"):
-        parts = argument.split("+") if argument else [part.name for part in DEFAULT_PARTS]
-        best = min(
-            parts, key=lambda part: list(table).index(part.partition(":")[0]) if part.partition(":")[0] in table else 99
-        )
-        found = _drafting(engine, table, best, draft_tokens, head)
-        why = f"{engine} joins no drafters: of {' and '.join(parts)} it gets {best} alone"
-        return replace(found, stands_in=found.stands_in or why)
-    if name in AHEAD:
-        found = _drafting(engine, table, argument, draft_tokens, head)
-        why = f"{engine} drafts and verifies in turn: of {drafter} it gets {argument}, which then costs its time"
-        return replace(found, stands_in=found.stands_in or why)
     if name not in table:
         raise UnsupportedError(f"{engine} has nothing like '{drafter}': choose one of {', '.join(table)}.")
     return table[name](argument or head or "", draft_tokens)
@@ -202,9 +194,10 @@ def _llama_model(kind: str, note: str) -> Make:
 
 
 def _llama_simple(argument: str, tokens: int) -> _Drafting:
-    least, _, most = (argument or f"{SHORTEST}-{LONGEST}").partition("-")
-    values = {"--spec-type": "ngram-simple", "--spec-ngram-simple-size-n": least, "--spec-ngram-simple-size-m": tokens}
-    note = f"It looks up matches of {least} tokens only, foredraft of up to {most}"
+    own = NGram.parse(argument)
+    simple = "--spec-ngram-simple"
+    values = {"--spec-type": "ngram-simple", f"{simple}-size-n": own.shortest, f"{simple}-size-m": tokens}
+    note = f"It looks up matches of {own.shortest} tokens only, foredraft of up to {own.longest}"
     return _Drafting(values, notes=(note,))
 
 

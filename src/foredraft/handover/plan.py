@@ -11,7 +11,7 @@ from typing import Any
 from foredraft.errors import InvalidInputError
 from foredraft.handover.check import Parallel, check_config
 from foredraft.handover.expected import BATCHES, Gain, Machine, gains, schedule_of
-from foredraft.handover.facts import Facts, facts_of
+from foredraft.handover.facts import Facts, draft_facts_of
 from foredraft.handover.keys import VERSIONS
 from foredraft.handover.measured import Measured, Record
 from foredraft.handover.translate import Translation, translate
@@ -72,8 +72,7 @@ class Handover:
         config = self.config
         if config is None:
             return
-        reference = config.get("model")
-        draft = facts_of(reference) if isinstance(reference, str) else None
+        draft = draft_facts_of(config)
         check_config(config, version=self.version, parallel=self.parallel, target=target, draft=draft)
 
 

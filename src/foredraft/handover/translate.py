@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from foredraft.proposers.auto import DEFAULT_PARTS
-from foredraft.proposers.ngram import LONGEST, SHORTEST
+from foredraft.proposers.ngram import NGram
 from foredraft.proposers.suffix import SuffixSettings
 
 LEAST_PROBABILITY = 0.1
@@ -64,13 +64,46 @@ def translate(drafter: str) -> Translation:
 
     if parse_drafter(drafter) is None:
         return Translation(_PLAIN, "", {})
+    alone = one_of("vLLM", drafter, _RANKS)
+    if alone is not None:
+        found = translate(alone.drafter)
+        return replace(found, drafter=drafter, stands_in=found.stands_in or alone.why)
     name, _, argument = drafter.partition(":")
     return _TABLE[name](drafter, argument)
 
 
+class Alone(NamedTuple):
+    """The drafter that another engine gets of a compound one, and why."""
+
+    drafter: str
+    why: str
+
+
+def one_of(engine: str, drafter: str, ranks: Sequence[str]) -> Alone | None:
+    """What an engine gets of a drafter that joins others or drafts ahead; `None` of any other drafter.
+
+    Args:
+        engine: Its name, for the reason.
+        drafter: As `--drafter` takes it.
+        ranks: Names of drafters, of which the first is taken; those that are not among them come last.
+    """
+    from foredraft.loading import AHEAD
+
+    name, _, argument = drafter.partition(":")
+    if name in AHEAD:
+        why = f"{engine} drafts and verifies in turn: of {drafter} it gets {argument}, which then costs its time"
+        return Alone(argument, why)
+    if name not in ("hybrid", "auto"):
+        return None
+    places = {each: place for place, each in enumerate(ranks)}
+    parts = argument.split("+") if argument else [part.name for part in DEFAULT_PARTS]
+    best = min(parts, key=lambda part: places.get(part.partition(":")[0], len(places)))
+    return Alone(best, f"{engine} joins no drafters: of {' and '.join(parts)} it gets {best} alone")
+
+
 def _ngram(drafter: str, argument: str) -> Translation:
-    least, _, most = (argument or f"{SHORTEST}-{LONGEST}").partition("-")
-    settings = {"prompt_lookup_min": int(least), "prompt_lookup_max": int(most)}
+    own = NGram.parse(argument)
+    settings = {"prompt_lookup_min": own.shortest, "prompt_lookup_max": own.longest}
     return Translation(
         drafter,
         "ngram",
@@ -134,29 +167,13 @@ def _in_place(other: str, why: str) -> Callable[[str, str], Translation]:
     """Another drafter's translation, with the reason."""
 
     def make(drafter: str, argument: str) -> Translation:
-        found = translate(other)
-        return Translation(drafter, found.method, found.settings, found.model, why, found.notes)
+        return replace(translate(other), drafter=drafter, stands_in=why)
 
     return make
 
 
-def _joined(drafter: str, argument: str) -> Translation:
-    """The part that vLLM has, a network of its own before what needs none."""
-    parts = argument.split("+") if argument else [part.name for part in DEFAULT_PARTS]
-    ranked = sorted(parts, key=lambda part: _RANKS.get(part.partition(":")[0], len(_RANKS)))
-    found = translate(ranked[0])
-    why = f"vLLM joins no drafters: of {' and '.join(parts)} it gets {ranked[0]} alone"
-    return Translation(drafter, found.method, found.settings, found.model, found.stands_in or why, found.notes)
-
-
-def _ahead(drafter: str, argument: str) -> Translation:
-    """What drafts in it: vLLM's rounds draft and verify in turn."""
-    found = translate(argument)
-    why = f"vLLM drafts and verifies in turn: of {drafter} it gets {argument}, which then costs its time"
-    return Translation(drafter, found.method, found.settings, found.model, found.stands_in or why, found.notes)
-
-
-_RANKS = {"eagle3": 0, "eagle": 1, "mtp": 2, "draft": 3, "suffix": 4, "ngram": 5, "lookahead": 6, "recycling": 7}
+_RANKS = ("eagle3", "eagle", "mtp", "draft", "suffix", "ngram", "lookahead", "recycling")
+"""Networks of their own before what needs none."""
 _NO_SELF = "vLLM does not draft with a part of the target: what needs no model stands in, or a trained head would"
 _TABLE: dict[str, Callable[[str, str], Translation]] = {
     "ngram": _ngram,
@@ -177,8 +194,4 @@ _TABLE: dict[str, Callable[[str, str], Translation]] = {
         "vLLM has no Medusa heads from 0.33 on, and verified chains of their likeliest tokens before, where foredraft "
         "verifies trees; an EAGLE-3 head (foredraft train eagle3) would do better than either",
     ),
-    "hybrid": _joined,
-    "auto": _joined,
-    "ssd": _ahead,
-    "saguaro": _ahead,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from foredraft.handover.plan import PORT, Handover, is_local, options
 _NAME = re.compile(r"[^a-z0-9]+")
 
 
-def command(plan: Handover, *, program: str = "vllm") -> list[str]:
+def command(plan: Handover) -> list[str]:
     """`vllm serve`, as a list of arguments. Sizes of 1, which are vLLM's defaults, are left out."""
-    return [program, "serve", plan.model, *arguments(plan)]
+    return ["vllm", "serve", plan.model, *arguments(plan)]
 
 
 def arguments(plan: Handover) -> list[str]:
@@ -47,7 +48,8 @@ def manifest(plan: Handover) -> str:
     volume.
     """
     name = _NAME.sub("-", Path(plan.name).name.lower()).strip("-")[:50] or "model"
-    passed = [plan.model, *_without_data_parallel(arguments(plan))]
+    one = replace(plan, parallel=replace(plan.parallel, data=1))
+    passed = [plan.model, *arguments(one)]
     folders = sorted({str(Path(each).expanduser().resolve()) for each in _references(plan) if is_local(each)})
     mounts = "".join(_MOUNT.format(i=i, path=_text(folder)) for i, folder in enumerate(folders))
     volumes = "".join(_VOLUME.format(i=i, path=_text(folder)) for i, folder in enumerate(folders))
@@ -66,13 +68,6 @@ def manifest(plan: Handover) -> str:
 def _references(plan: Handover) -> list[str]:
     model = (plan.config or {}).get("model")
     return [plan.model, *([model] if isinstance(model, str) else [])]
-
-
-def _without_data_parallel(found: list[str]) -> list[str]:
-    if "--data-parallel-size" not in found:
-        return found
-    at = found.index("--data-parallel-size")
-    return found[:at] + found[at + 2 :]
 
 
 def _text(value: str) -> str:

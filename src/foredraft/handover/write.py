@@ -9,10 +9,10 @@ from pathlib import Path
 from foredraft.backends.checkpoint import load_checkpoint
 from foredraft.errors import ModelError, UnsupportedError
 from foredraft.handover.page import markdown
-from foredraft.handover.plan import Handover, quoted
+from foredraft.handover.plan import Handover, is_local, quoted
 from foredraft.handover.vllm import command, manifest, ray_app
 from foredraft.heads.files import bundled_heads
-from foredraft.models import BUNDLED, ModelFiles, Notify, is_bundled
+from foredraft.models import BUNDLED, ModelFiles, Notify, is_bundled, resolve
 from foredraft.pages import make_folder, whole_file
 
 PAGE = "handover.md"
@@ -44,6 +44,15 @@ def write_texts(texts: dict[str, str], folder: Path) -> list[Path]:
             write_file(text)
         written.append(folder / name)
     return written
+
+
+def files_here(model: str, cache: Path, notify: Notify = lambda _: None) -> ModelFiles | None:
+    """The files of a model that is bundled or lies here; `None` of a hub id, for which nothing is fetched.
+
+    Raises:
+        ModelError: They are damaged or incomplete.
+    """
+    return resolve(model, cache, notify) if model in BUNDLED or is_local(model) else None
 
 
 def loadable(files: ModelFiles, converted: Path, notify: Notify = lambda _: None) -> str:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from foredraft.serve.grammar import Grammars
     from foredraft.serve.tools import ToolCalls
 
-_SEEDS = 2**63 - 128  # OpenAI allows negative ones; answer i has seed + i, which must fit too
+SEEDS = 2**63 - 128
+"""OpenAI allows negative ones; answer i has seed + i, which must fit too."""
 _MOST_CHOICES = 128
 _HEADERS = {
     "drafter": "x-foredraft-drafter",
@@ -140,14 +141,11 @@ class OrderDesk:
         return self._order(body, asks, steering, body.logprobs, echo=shown if body.echo else None, shown=shown)
 
     def _check_common(self, body: Sampling) -> None:
-        name = self._settings.name
-        if body.model != name:
-            raise no_such_model(body.model, name)
+        check_model(body, self._settings)
         most = self._worker.limits.sequences
         if (body.n or 1) > most:
             raise bad("n", f"n is {body.n}, but must be at most {most}: the server's batch.")
-        if body.stream_options is not None and not body.stream:
-            raise bad("stream_options", "stream_options needs stream to be true.")
+        check_stream(body)
         limit, asked = self._worker.limits.timeout, body.foredraft.timeout if body.foredraft is not None else None
         if asked is not None and asked > limit:
             raise bad(
@@ -191,7 +189,7 @@ class OrderDesk:
             logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
             min_tokens=body.min_tokens or 0,
             logprobs=logprobs,
-            seed=None if body.seed is None else body.seed % _SEEDS,
+            seed=None if body.seed is None else body.seed % SEEDS,
             stop=stop,
             ignore_eos=bool(body.ignore_eos),
         )
@@ -267,6 +265,26 @@ class OrderDesk:
             echo=echo,
             shown=shown,
         )
+
+
+def check_model(body: Sampling, settings: ServerSettings) -> None:
+    """Refuse a request for another model.
+
+    Raises:
+        ApiError: It is one.
+    """
+    if body.model != settings.name:
+        raise no_such_model(body.model, settings.name)
+
+
+def check_stream(body: Sampling) -> None:
+    """Refuse what is asked of a stream where there is none.
+
+    Raises:
+        ApiError: It has such options.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise bad("stream_options", "stream_options needs stream to be true.")
 
 
 def steered(body: Steering | None, headers: Mapping[str, str]) -> Steering:

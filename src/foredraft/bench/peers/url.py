@@ -34,7 +34,7 @@ prompts from before, or does not tell token ids. Other servers may refuse what O
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     """A server, the model to ask for, and what it must be told beyond OpenAI's API."""
 
     server: Server
@@ -88,7 +88,7 @@ class UrlPeer(Peer):
     def __init__(self, options: PeerOptions, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         super().__init__(options)
         self._tokenizer: Any = tokenizer
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         self.acceptance = Acceptance()
         """Of the last answer, by position too."""
 
@@ -96,7 +96,7 @@ class UrlPeer(Peer):
         """See `Peer`. `prompt_tokens` are those that the server counted."""
         if request.draft_tokens is not None:
             raise PeerError("A server drafts as many tokens as it was started with: name none behind the URL.")
-        known = self._known.get(request.drafter) or self._look(request.drafter)
+        known = self.known(request.drafter)
         path, body = self._body(known, request)
         before = self._metrics(known.server)
         received = _Received(time.perf_counter())
@@ -126,8 +126,15 @@ class UrlPeer(Peer):
         """See `Peer`: the servers asked so far."""
         return {url: f"{known.kind or 'unknown server'}, model {known.model}" for url, known in self._known.items()}
 
-    def _look(self, url: str) -> _Known:
-        """Ask a server what it is, and which model it has."""
+    def known(self, url: str) -> Known:
+        """What a server is, and which model it has; it is asked once.
+
+        Raises:
+            PeerError: It cannot be reached, or lists no such model.
+        """
+        return self._known.get(url) or self._look(url)
+
+    def _look(self, url: str) -> Known:
         server = Server(url, self.options.api_key)
         page = server.get(f"{server.base}/models", _QUICK)
         try:
@@ -138,10 +145,10 @@ class UrlPeer(Peer):
             listed = ", ".join(name for name, _ in models) or "none"
             raise PeerError(f"{url} does not serve the model '{server.model}'. It serves: {listed}.")
         model, kind = next(found for found in models if server.model in ("", found[0]))
-        self._known[url] = _Known(server, model, kind if kind in _NEUTRAL else "")
+        self._known[url] = Known(server, model, kind if kind in _NEUTRAL else "")
         return self._known[url]
 
-    def _body(self, known: _Known, request: PeerRequest) -> tuple[str, dict[str, Any]]:
+    def _body(self, known: Known, request: PeerRequest) -> tuple[str, dict[str, Any]]:
         """Path and body of a request: chat messages if there are any, else a text to go on with.
 
         That is the token ids themselves if the server is known to take them, or the text cannot be had from them.
