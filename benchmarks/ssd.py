@@ -23,7 +23,9 @@ from torch import Tensor
 
 from common import arguments, load_prompts
 from foredraft.api import Model
+from foredraft.generation import Request
 from foredraft.loading import EngineChoice, Loader, parse_drafter
+from foredraft.metrics import joined_foresight
 from foredraft.proof.ahead import ScriptedRace
 from foredraft.proposers.base import Drafter
 from foredraft.proposers.beside import Work
@@ -49,18 +51,17 @@ class Machine:
 
     def __init__(self, reference: str, weights: str) -> None:
         self.loaders = {
-            (threads, own): Loader(
-                engine=EngineChoice(backend="native", weights=weights, threads=threads, draft_threads=own)
+            threads: Loader(
+                engine=EngineChoice(backend="native", weights=weights, threads=threads, draft_threads=threads)
             )
-            for threads, own in ((1, 1), (2, 2))
+            for threads in (1, 2)
         }
-        self.targets = {threads: self.loaders[threads, threads].model(reference) for threads in (1, 2)}
+        self.targets = {threads: loader.model(reference) for threads, loader in self.loaders.items()}
 
     def method(self, name: str, spec: str | None, threads: int, tokens: int | None = None, **ssd: Any) -> Method:
         """A drafter, drafting ahead if there is anything to say about how."""
         target, tokenizer, files = self.targets[threads]
-        loader = self.loaders[threads, threads]
-        drafter = loader.drafter(parse_drafter(spec), target, tokenizer, files) if spec else None
+        drafter = self.loaders[threads].drafter(parse_drafter(spec), target, tokenizer, files) if spec else None
         if ssd and drafter is not None:
             drafter = Ssd(drafter, threads=threads, **ssd)
         rule = "block" if spec else None
@@ -96,16 +97,15 @@ def ask(found: Sequence[Method], prompts: Sequence[str], params: SamplingParams)
 def row(name: str, stats: Sequence[Stats], plain: Sequence[Stats]) -> dict[str, Any]:
     tokens, forwards = sum(s.tokens for s in stats), sum(s.target_forwards for s in stats)
     speed, base = (sum(s.tokens for s in each) / sum(s.seconds for s in each) for each in (stats, plain))
-    seen = [s.foresight for s in stats if s.foresight is not None]
-    rounds = sum(f.rounds for f in seen)
+    seen = joined_foresight([s.foresight for s in stats if s.foresight is not None])
     return {
         "method": name,
         "length": tokens / forwards,
         "draft_ms": 1e3 * sum(s.draft_seconds for s in stats) / forwards,
         "verify_ms": 1e3 * sum(s.verify_seconds for s in stats) / forwards,
-        "hit_rate": sum(f.hits for f in seen) / rounds if rounds else None,
-        "hidden_ms": 1e3 * sum(f.hidden_seconds for f in seen) / rounds if rounds else None,
-        "branches": sum(f.branches for f in seen) / rounds if rounds else None,
+        "hit_rate": seen.hit_rate if seen is not None else None,
+        "hidden_ms": 1e3 * seen.hidden_seconds / seen.rounds if seen is not None else None,
+        "branches": seen.branches / seen.rounds if seen is not None else None,
         "tokens_per_second": speed,
         "speedup": speed / base,
     }
@@ -164,8 +164,6 @@ def recorded(
     method = machine.method("", spec, 2, tokens, always=True, lookup=False, share=share, race=lambda: race)
     assert isinstance(method.drafter, Ssd)
     method.drafter.planner = _One()
-    from foredraft.generation import Request
-
     for prompt in prompts:
         request = Request(method.model.encode(prompt), params, detail=True)
         for _, event in method.model.engine.run([request]):

@@ -74,6 +74,13 @@ class _Shared:
     verification: int = 0
     """Steps that were begun before it changed are the last ones of their work."""
 
+    def end(self) -> None:
+        """Nothing more is drafted; the thread ends after the step in flight."""
+        with self.changed:
+            self.ended = True
+            self.waiting.clear()
+            self.changed.notify_all()
+
 
 class Beside:
     """The thread of one drafter. It is there while any sequence is.
@@ -131,9 +138,7 @@ class Beside:
 
     def _end(self) -> None:
         shared, self._shared, self._thread = self._shared, _Shared(), None
-        shared.ended = True
-        shared.waiting.clear()
-        shared.changed.notify_all()
+        shared.end()
 
 
 def _draft(shared: _Shared) -> None:
@@ -156,9 +161,6 @@ def _draft(shared: _Shared) -> None:
 
 
 def _join(shared: _Shared, thread: threading.Thread) -> None:
-    with shared.changed:
-        shared.ended = True
-        shared.waiting.clear()
-        shared.changed.notify_all()
+    shared.end()
     if thread is not threading.current_thread():
         thread.join()

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from foredraft.acceptance import Draws
 from foredraft.backends.base import Backend, Query
-from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Drafter, Proposer, Verification
+from foredraft.proposers.drawing import DrawnChain, law_after
 from foredraft.proposers.forks import Fork, Outcome, Plan
 from foredraft.proposers.growing import Branch, ChainBranch, GrowingTree, ModelFork
 from foredraft.proposers.translation import Reading, Translation
 from foredraft.randomness import RandomSource
-from foredraft.sampling import Law, finite_argmax
+from foredraft.sampling import Law
 from foredraft.tree import depths
 from foredraft.types import Draft, Verdict
 
@@ -88,26 +88,18 @@ class DraftModelProposer(Proposer):
             budget = min(budget, self._backend.context - len(own))
         if budget < 1 or not own:
             return Draft()
-        history = list(tokens)
-        drafted: list[int] = []
-        laws: list[Tensor] = []
-        rows: list[Tensor] = []
-        unseen = self._catch_up(own)
-        while True:
-            drawn = self._draw(self._score(unseen), history, self._source)
-            self._fed = drafted[:]
-            if drawn is None:
-                break
-            x, q, row = drawn
-            drafted.append(x)
-            laws.append(q)
-            rows.append(row)
-            unseen = self._own_ids_of(x)
-            if len(drafted) == budget or x in self._stop_tokens or not unseen:
-                break  # the last was drawn, but is not fed
-            history.append(x)
-        self._last = len(tokens), drafted, rows
-        return Draft.chain(drafted, () if self._law.greedy else laws)
+        chain, unseen = self._chain(tokens, budget, self._source), self._catch_up(own)
+        while unseen:
+            logits = self._score(unseen)
+            self._fed = chain.tokens[:]
+            chain.take(logits)
+            unseen = self._own_ids_of(chain.tokens[-1]) if chain.open else []  # the last is drawn, but not fed
+        self._last = len(tokens), chain.tokens, chain.rows
+        return chain.draft()
+
+    def _chain(self, history: Sequence[int], budget: int, source: RandomSource) -> DrawnChain:
+        """A chain that is to be drawn after `history` from the model's laws."""
+        return DrawnChain(history, self._law_of, self._law, source, budget, self._stop_tokens, self._reweigh)
 
     def fork(self, tokens: Sequence[int], draft: Draft, plan: Plan) -> Fork | None:
         """See `Proposer`. The cache forgets the root and all after it: these the model reads again, as a tree."""
@@ -125,9 +117,7 @@ class DraftModelProposer(Proposer):
 
         def grow(outcome: Outcome, history: list[int]) -> Branch:
             source = self._source.below(len(history), history[-1])
-            return ChainBranch(
-                outcome, history, lambda logits, text: self._draw(logits, text, source), budget, self._stop_tokens
-            )
+            return ChainBranch(outcome, self._chain(history, budget, source))
 
         def settle(outcome: Outcome | None, branch: Branch | None, places: Sequence[int | None]) -> Draft:
             return self._go_on(tree, tokens, draft, outcome, branch, places)
@@ -168,14 +158,14 @@ class DraftModelProposer(Proposer):
             place = places[node + 1]
             path = [place - 1, *path] if place is not None else []
             node = draft.parents[node]
-        if not isinstance(branch, ChainBranch) or not branch.drawn:
+        if not isinstance(branch, ChainBranch) or not branch.chain.tokens:
             tree.keep(path)
             return Draft()
         tree.keep([*path, *(place - 1 for place in branch.places)])
-        self._fed = branch.drawn[: len(branch.places) - 1]
+        self._fed = branch.chain.tokens[: len(branch.places) - 1]
         accepted = depths(draft)[branch.outcome.node + 1]
-        self._last = len(tokens) + accepted + 1, branch.drawn, branch.rows
-        return Draft.chain(branch.drawn, () if self._law.greedy else branch.q)
+        self._last = len(tokens) + accepted + 1, branch.chain.tokens, branch.chain.rows
+        return branch.draft()
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Forget the own tokens that did not come true, whoever's draft was verified."""
@@ -207,19 +197,6 @@ class DraftModelProposer(Proposer):
             unseen = unseen[-1:]
         return unseen
 
-    def _draw(self, scored: Tensor, history: Sequence[int], source: RandomSource) -> tuple[int, Tensor, Tensor] | None:
-        """A token after `history`, the law `[V]` that drew it, and the model's law, of its logits `[1, V_draft]`.
-
-        Whether there is a token never depends on a draw: to drop one that was drawn would bend the output.
-        """
-        row = self._law_of(scored, history)
-        if row is None:
-            return None
-        if self._law.greedy:
-            return finite_argmax(row), row, row
-        q = self._reweigh(row) if self._reweigh is not None else row
-        return source.at(len(history)).draw(q), q, row
-
     def _law_of(self, scored: Tensor, history: Sequence[int]) -> Tensor | None:
         """The request's law `[V]` after `history`; `None` if no token of the model has mass."""
         if self._device is not None:
@@ -227,12 +204,7 @@ class DraftModelProposer(Proposer):
         logits = self._to_target(scored)
         if logits.amax() == -torch.inf < scored.amax():  # all its mass is on tokens that the target does not have
             return None
-        try:
-            q = self._law(history, Draft(), logits)[0]
-        except InvalidInputError:  # bad words or a grammar leave nothing here; of the target they may leave more
-            return None
-        nothing = -torch.inf if self._law.greedy else 0.0
-        return q if q.amax() > nothing else None  # a caller's own law may make NaN of nothing
+        return law_after(history, logits, self._law)
 
     def _score(self, unseen: Sequence[int]) -> Tensor:
         """Feed ids that are certain; return the logits `[1, V_draft]` after the last of them."""

@@ -199,38 +199,31 @@ class ChainProposer(_RecurrentProposer):
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A chain with the law that each token was drawn from (greedy requests: a point mass)."""
         logits = self._catch_up(tokens) if budget else None
-        history, drafted = list(tokens), list[int]()
-        laws: list[Tensor] = []
-        rows: list[Tensor] = []
-        while logits is not None and len(drafted) < budget:
-            drawn = self._draw(logits, history, self._source)
-            if drawn is None:
-                break
-            x, q, row = drawn
-            drafted.append(x)
-            laws.append(q)
-            rows.append(row)
-            history.append(x)
-            if len(drafted) < budget:
-                logits = self._run.expand([len(drafted) - 2], [x])
-                self.forwards += 1
-        if drafted:
-            self._note(rows, [-1, *range(self._run.expanded)])
-        return self._chain(drafted, laws)
+        if logits is None:
+            return Draft()
+        chain = self._chain(tokens, budget, self._source)
+        chain.take(logits)
+        while chain.open:
+            logits = self._run.expand([len(chain.tokens) - 2], chain.tokens[-1:])
+            self.forwards += 1
+            chain.take(logits)
+        if chain.tokens:
+            self._note(chain.rows, [-1, *range(self._run.expanded)])
+        return chain.draft()
 
     def _rank(self, logits: Tensor, history: Sequence[int]) -> Tensor | None:
         return self._law_of(logits, history)
 
     def _branch(self, outcome: Outcome, history: list[int], budget: int) -> Branch:
         source = self._source.below(len(history), history[-1])
-        return ChainBranch(outcome, history, lambda logits, text: self._draw(logits, text, source), budget)
+        return ChainBranch(outcome, self._chain(history, budget, source))
 
     def _go_on(self, branch: Branch | None) -> Draft:
-        if not isinstance(branch, ChainBranch) or not branch.drawn:
+        if not isinstance(branch, ChainBranch) or not branch.chain.tokens:
             self._places, self._known = [], []
             return Draft()
-        self._note(branch.rows, branch.places)
-        return self._chain(branch.drawn, branch.q)
+        self._note(branch.chain.rows, branch.places)
+        return branch.draft()
 
     def _note(self, rows: Sequence[Tensor], places: Sequence[int]) -> None:
         """The last draft has a token for each of these laws; the run has read the root and the first of them."""

@@ -10,8 +10,9 @@ from foredraft.acceptance import Draws
 from foredraft.backends.base import Backend, KVCache, Query
 from foredraft.errors import InvalidInputError
 from foredraft.proposers.base import Drafter, Proposer
+from foredraft.proposers.drawing import DrawnChain
 from foredraft.randomness import RandomSource
-from foredraft.sampling import Law, finite_argmax
+from foredraft.sampling import Law
 from foredraft.types import Draft
 
 
@@ -71,14 +72,13 @@ class EarlyExitProposer(Proposer):
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """A chain drawn from the early exit's own law, with that law as q (greedy requests: a point mass)."""
         assert self._cache is not None
-        drafted: list[int] = []
-        rows: list[Tensor] = []
-        while len(drafted) < budget and not (drafted and drafted[-1] in self._drafter.stop_tokens):
-            query = Query(self._cache, tokens[-1], Draft.chain(drafted))
+        chain = DrawnChain(tokens, self._law_of, self._law, self._source, budget, self._drafter.stop_tokens)
+        while chain.open:
+            query = Query(self._cache, tokens[-1], Draft.chain(chain.tokens))
             logits = self._drafter.target.early_logits(query, self._drafter.layers)
             self.forwards += 1
-            history = [*tokens, *drafted]
-            rows.append(self._law(history, Draft(), logits)[0])
-            greedy = self._law.greedy
-            drafted.append(finite_argmax(rows[-1]) if greedy else self._source.at(len(history)).draw(rows[-1]))
-        return Draft.chain(drafted, () if self._law.greedy else rows)
+            chain.take(logits)
+        return chain.draft()
+
+    def _law_of(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        return self._law(history, Draft(), logits)[0]

@@ -74,6 +74,11 @@ def fan_out(ends: Sequence[float], branches: int, exponent: float) -> list[int]:
     return found
 
 
+def drafted_below(draft: Draft) -> list[set[int]]:
+    """`[N+1]` the tokens that the draft itself has after the root and after each node."""
+    return [{draft.tokens[node] for node in nodes} for nodes in children(draft)]
+
+
 class Fork(ABC):
     """The drafts for several outcomes of one verification. `step` is for a thread beside the target, one at a time."""
 
@@ -115,7 +120,7 @@ class PeekFork(Fork):
     def __init__(self, proposer: Proposer, tokens: Sequence[int], draft: Draft, plan: Plan) -> None:
         self._proposer, self._tokens, self._plan = proposer, tuple(tokens), plan
         self._paths = [(), *paths(draft)]
-        self._drafted = [{draft.tokens[node] for node in nodes} for nodes in children(draft)]
+        self._drafted = drafted_below(draft)
         ends = plan.ends([None] * len(draft))
         self._fan = fan_out(ends, plan.branches, plan.exponent)
         wanted = [place for place, fan in enumerate(self._fan) if fan]

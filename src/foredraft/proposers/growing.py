@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from foredraft.backends.base import Backend, KVCache, Query
-from foredraft.proposers.forks import Confidence, Fork, Outcome, Plan, fan_out
+from foredraft.proposers.drawing import DrawnChain
+from foredraft.proposers.forks import Confidence, Fork, Outcome, Plan, drafted_below, fan_out
 from foredraft.randomness import KeyedSource, RandomSource
-from foredraft.tree import children, paths
+from foredraft.tree import paths
 from foredraft.types import Draft
 
 Expand = Callable[[Sequence[int], Sequence[int]], Tensor]
@@ -47,50 +48,26 @@ class ChainBranch(Branch):
 
     Args:
         outcome: What it is for.
-        history: All tokens up to that of the outcome.
-        draw: From logits `[1, V]` and a text to a token, the law `[V]` that drew it, and the one before `reweigh`.
-        budget: Tokens, at most.
-        ends: Tokens after which there are none.
+        chain: Begins after its token.
     """
 
-    def __init__(
-        self,
-        outcome: Outcome,
-        history: Sequence[int],
-        draw: Callable[[Tensor, Sequence[int]], tuple[int, Tensor, Tensor] | None],
-        budget: int,
-        ends: Collection[int] = (),
-    ) -> None:
+    def __init__(self, outcome: Outcome, chain: DrawnChain) -> None:
         super().__init__(outcome)
-        self._history, self._draw, self._budget, self._ends = list(history), draw, budget, ends
-        self._open = True
-        self.drawn: list[int] = []
-        self.q: list[Tensor] = []
-        self.rows: list[Tensor] = []
-        """The drafter's laws that `q` were made of."""
+        self.chain = chain
 
     def wanted(self) -> tuple[int, int] | None:
         """See `Branch`: the outcome's token, then what was drawn last."""
-        if not self._open:
+        if not self.chain.open:
             return None
-        return len(self.places) - 1, self.drawn[-1] if self.drawn else self.outcome.token
+        return len(self.places) - 1, self.chain.tokens[-1] if self.chain.tokens else self.outcome.token
 
     def take(self, logits: Tensor) -> None:
         """See `Branch`."""
-        found = self._draw(logits, self._history)
-        if found is None:
-            self._open = False
-            return
-        x, q, row = found
-        self._history.append(x)
-        self.drawn.append(x)
-        self.q.append(q)
-        self.rows.append(row)
-        self._open = len(self.drawn) < self._budget and x not in self._ends
+        self.chain.take(logits)
 
     def draft(self) -> Draft:
-        """With the laws that drew it."""
-        return Draft.chain(self.drawn, self.q)
+        """See `Branch`."""
+        return self.chain.draft()
 
 
 class ModelFork(Fork):
@@ -137,6 +114,7 @@ class ModelFork(Fork):
         self._next = next_place
         self._steps = 0
         self._fan: list[int] | None = None
+        self._drafted: list[set[int]] = []
         self._unread: list[int] = []
         self._branches: dict[Outcome, Branch] = {}
 
@@ -170,6 +148,7 @@ class ModelFork(Fork):
     def _begin(self) -> None:
         """Decide for which outcomes to draft, as far as the model has said what they may be."""
         self.confidences = [self._confidence(node) for node in range(len(self._draft))]
+        self._drafted = drafted_below(self._draft)
         self._fan = fan_out(self._plan.ends(self.confidences), self._plan.branches, self._plan.exponent)
         wanted = set[int]()
         for row, fan in enumerate(self._fan):
@@ -217,8 +196,7 @@ class ModelFork(Fork):
     def _branch_off(self, row: int) -> None:
         """Begin to draft for the likeliest tokens after the root or a node, those of the draft itself left out."""
         assert self._fan is not None
-        known, count = self._known[row], self._fan[row]
-        drafted = {self._draft.tokens[node] for node in children(self._draft)[row]}
+        known, count, drafted = self._known[row], self._fan[row], self._drafted[row]
         if isinstance(known, Tensor):
             position = len(self._tokens) + len(self._paths[row])
             known = likeliest(known, self._source.at(position), self._greedy, count + len(drafted))

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from foredraft.acceptance import Draws, Rule
 from foredraft.backends.base import USE_INSTEAD, Backend, Features, KVCache
-from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.errors import UnsupportedError
 from foredraft.heads.files import Head
 from foredraft.proposers.base import Drafter, Proposer
+from foredraft.proposers.drawing import DrawnChain, law_after
 from foredraft.randomness import KeyedSource, RandomSource
-from foredraft.sampling import Law, finite_argmax
-from foredraft.types import Draft
+from foredraft.sampling import Law
 
 
 class HeadDrafter(Drafter):
@@ -71,21 +71,14 @@ class HeadProposer(Proposer):
 
     def _law_of(self, logits: Tensor, history: Sequence[int]) -> Tensor | None:
         """The head's law `[V]` after `history`, of `logits` `[1, V_draft]`; `None` if it can draft nothing there."""
-        return law_over(logits, self._law, history, self._head.draft_ids, self._vocab_size)
+        ids = self._head.draft_ids
+        if ids is not None:
+            logits = logits.new_full((1, self._vocab_size), -math.inf).index_copy_(1, ids, logits)
+        return law_after(history, logits, self._law)
 
-    def _draw(self, logits: Tensor, history: Sequence[int], source: RandomSource) -> tuple[int, Tensor, Tensor] | None:
-        """A token after `history`, the law `[V]` that drew it, and the head's law, of `logits` `[1, V_draft]`."""
-        row = self._law_of(logits, history)
-        if row is None:
-            return None
-        if self._law.greedy:
-            return finite_argmax(row), row, row
-        q = self._reweigh(row) if self._reweigh is not None else row
-        return source.at(len(history)).draw(q), q, row
-
-    def _chain(self, drafted: Sequence[int], rows: Sequence[Tensor]) -> Draft:
-        """What was drawn, with its laws as q; of greedy requests point masses."""
-        return Draft.chain(drafted, () if self._law.greedy else rows)
+    def _chain(self, history: Sequence[int], budget: int, source: RandomSource) -> DrawnChain:
+        """A chain that is to be drawn after `history` from the head's laws."""
+        return DrawnChain(history, self._law_of, self._law, source, budget, reweigh=self._reweigh)
 
 
 def require_features(target: Backend, drafter: str) -> None:
@@ -134,22 +127,3 @@ def _largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     columns, values = largest(rows.contiguous().numpy(), count)
     return torch.from_numpy(values), torch.from_numpy(columns)
-
-
-def law_over(logits: Tensor, law: Law, history: Sequence[int], ids: Tensor | None, vocab_size: int) -> Tensor | None:
-    """The request's law `[V]` after `history` over what a head can draft; `None` if nothing of that has mass.
-
-    Args:
-        logits: `[1, V_draft]` the head's.
-        law: The request's.
-        history: All tokens so far, drafted ones included.
-        ids: `[V_draft]` the target's ids of these columns; `None` if they are all.
-        vocab_size: The target's.
-    """
-    if ids is not None:
-        logits = logits.new_full((1, vocab_size), -math.inf).index_copy_(1, ids, logits)
-    try:
-        q = law(history, Draft(), logits)[0]
-    except InvalidInputError:  # bad words or a grammar leave nothing here; of the target they may leave more
-        return None
-    return q if q.amax() > (-math.inf if law.greedy else 0.0) else None

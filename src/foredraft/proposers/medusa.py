@@ -126,11 +126,9 @@ class ParallelChainProposer(_ParallelProposer):
     """Chains drawn from the heads' own laws."""
 
     def _draft(self, tokens: Sequence[int], logits: Tensor, budget: int) -> Draft:
-        history, rows = list(tokens), list[Tensor]()
-        for row in logits[:budget]:
-            drawn = self._draw(row[None], history, self._source)
-            if drawn is None:
+        chain = self._chain(tokens, budget, self._source)
+        for row in logits:
+            if not chain.open:
                 break
-            history.append(drawn[0])
-            rows.append(drawn[1])
-        return self._chain(history[len(tokens) :], rows)
+            chain.take(row[None])
+        return chain.draft()
