@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from foredraft.backends.native.weights import BLOCK, FORMATS
 logger = logging.getLogger(__name__)
 
 _EXPAND = 0  # where a number of nodes stands elsewhere
+_AT_ONCE = 2  # vectors of a row's weights that are made before they are multiplied: the next is ready when one is done
 
 
 class Kernels:
@@ -123,12 +124,15 @@ def most_nodes(cpu: Cpu) -> int:
     return 8 if cpu.registers == 32 else 6
 
 
-def rows_at_once(nodes: int, registers: int) -> int:
+def rows_at_once(name: str, nodes: int, registers: int) -> int:
     """Rows of the matrix whose products with all nodes fit into the registers, beside what they are made of.
 
-    No more than four: the memory likes one stream better than many.
+    For each row these are its next weights, and what these share if there are many registers: of 16 that would leave a
+    row alone, and a second one saves more than it costs to read the shared ones again. No more than four rows: the
+    memory likes one stream better than many.
     """
-    return max(1, min(4, (registers - 1) // (nodes + 1)))
+    shared = _SHARED.get(name, 0) if registers == 32 else 0
+    return max(1, min(4, registers // (nodes + _AT_ONCE + shared)))
 
 
 def most_mixed(cpu: Cpu) -> int:
@@ -136,15 +140,15 @@ def most_mixed(cpu: Cpu) -> int:
     return 4 if cpu.registers == 32 else 2
 
 
-# A block of 32 weights, as vectors
+# Some of a block's 32 weights, one vector for each of the lanes that they begin with
 
 
-def _f32(e: Emitter, block: Any) -> list[Any]:
-    return [e.load(e.at(block, 4 * lane)) for lane in range(0, BLOCK, e.lanes)]
+def _f32(e: Emitter, block: Any, lanes: Sequence[int]) -> list[Any]:
+    return [e.load(e.at(block, 4 * lane)) for lane in lanes]
 
 
-def _bf16(e: Emitter, block: Any) -> list[Any]:
-    return [_bfloat16(e, e.at(block, 2 * lane)) for lane in range(0, BLOCK, e.lanes)]
+def _bf16(e: Emitter, block: Any, lanes: Sequence[int]) -> list[Any]:
+    return [_bfloat16(e, e.at(block, 2 * lane)) for lane in lanes]
 
 
 def _bfloat16(e: Emitter, pointer: Any) -> Any:
@@ -153,8 +157,8 @@ def _bfloat16(e: Emitter, pointer: Any) -> Any:
     return e.build.bitcast(e.build.shl(bits, ir.Constant(e.lanes_of(I32), [16] * e.lanes)), e.vector)
 
 
-def _f16(e: Emitter, block: Any) -> list[Any]:
-    halves = [e.load(e.at(block, 2 * lane), e.lanes_of(HALF)) for lane in range(0, BLOCK, e.lanes)]
+def _f16(e: Emitter, block: Any, lanes: Sequence[int]) -> list[Any]:
+    halves = [e.load(e.at(block, 2 * lane), e.lanes_of(HALF)) for lane in lanes]
     return [e.build.fpext(half, e.vector) for half in halves]
 
 
@@ -162,16 +166,16 @@ def _half(e: Emitter, pointer: Any) -> Any:
     return e.splat(e.build.fpext(e.load(pointer, HALF), FLOAT))
 
 
-def _q8_0(e: Emitter, block: Any) -> list[Any]:
+def _q8_0(e: Emitter, block: Any, lanes: Sequence[int]) -> list[Any]:
     scale = _half(e, block)
-    whole = [e.load(e.at(block, 2 + lane), e.lanes_of(I8)) for lane in range(0, BLOCK, e.lanes)]
+    whole = [e.load(e.at(block, 2 + lane), e.lanes_of(I8)) for lane in lanes]
     return [e.build.fmul(e.build.sitofp(part, e.vector), scale) for part in whole]
 
 
-def _nibbles(e: Emitter, sixteen_bytes: Any) -> list[Any]:
+def _nibbles(e: Emitter, sixteen_bytes: Any, lanes: Sequence[int]) -> list[Any]:
     """Weights 0 to 15 are the low halves of the bytes, 16 to 31 the high ones."""
     found = []
-    for lane in range(0, BLOCK, e.lanes):
+    for lane in lanes:
         packed = e.load(e.at(sixteen_bytes, lane % 16), e.lanes_of(I8))
         low = lane < BLOCK // 2
         operand = ir.Constant(e.lanes_of(I8), [15 if low else 4] * e.lanes)
@@ -180,17 +184,17 @@ def _nibbles(e: Emitter, sixteen_bytes: Any) -> list[Any]:
     return found
 
 
-def _q4_0(e: Emitter, block: Any) -> list[Any]:
+def _q4_0(e: Emitter, block: Any, lanes: Sequence[int]) -> list[Any]:
     scale, middle = _half(e, block), e.constant(8.0)
-    return [e.build.fmul(e.build.fsub(nibble, middle), scale) for nibble in _nibbles(e, e.at(block, 2))]
+    return [e.build.fmul(e.build.fsub(nibble, middle), scale) for nibble in _nibbles(e, e.at(block, 2), lanes)]
 
 
-def _q4_1(e: Emitter, block: Any) -> list[Any]:
+def _q4_1(e: Emitter, block: Any, lanes: Sequence[int]) -> list[Any]:
     scale, least = _half(e, block), _half(e, e.at(block, 2))
-    return [e.build.fadd(e.build.fmul(nibble, scale), least) for nibble in _nibbles(e, e.at(block, 4))]
+    return [e.build.fadd(e.build.fmul(nibble, scale), least) for nibble in _nibbles(e, e.at(block, 4), lanes)]
 
 
-_WEIGHTS: dict[str, Callable[[Emitter, Any], list[Any]]] = {
+_WEIGHTS: dict[str, Callable[[Emitter, Any, Sequence[int]], list[Any]]] = {
     "f32": _f32,
     "bf16": _bf16,
     "f16": _f16,
@@ -198,6 +202,13 @@ _WEIGHTS: dict[str, Callable[[Emitter, Any], list[Any]]] = {
     "q4_0": _q4_0,
     "q4_1": _q4_1,
 }
+_SHARED = {"q8_0": 1, "q4_0": 1, "q4_1": 2}
+"""Vectors that all weights of a block are made with; the other formats have none."""
+
+
+def _lanes(e: Emitter) -> range:
+    """All that vectors of a block begin with."""
+    return range(0, BLOCK, e.lanes)
 
 
 # Matrix kernels
@@ -217,9 +228,9 @@ def _expand(module: ir.Module, cpu: Cpu, name: str) -> None:
         source = e.at(matrix, e.build.mul(row, row_bytes))
         target = e.at(y, e.times(e.build.mul(e.build.sub(row, first), y_stride), 4))
         with e.loop(e.integer(0), blocks) as (block, _):
-            weights = _WEIGHTS[name](e, e.at(source, e.times(block, FORMATS[name].block_bytes)))
-            for i, part in enumerate(weights):
-                e.store(part, e.at(e.at(target, e.times(block, 4 * BLOCK)), 4 * e.lanes * i))
+            here = e.at(source, e.times(block, FORMATS[name].block_bytes))
+            for lane, weights in zip(_lanes(e), _WEIGHTS[name](e, here, _lanes(e)), strict=True):
+                e.store(weights, e.at(e.at(target, e.times(block, 4 * BLOCK)), 4 * lane))
     e.build.ret_void()
 
 
@@ -230,7 +241,7 @@ def _linear(module: ir.Module, cpu: Cpu, name: str, nodes: int) -> None:
     """
     e = Emitter(module, cpu, f"{name}_{nodes}", [POINTER, I64, POINTER, I64, POINTER, I64, I64, I64, I64])
     first, last = e.arguments[6:8]
-    e.groups(first, last, rows_at_once(nodes, cpu.registers), partial(_rows, e, name, nodes))
+    e.groups(first, last, rows_at_once(name, nodes, cpu.registers), partial(_rows, e, name, nodes))
     e.build.ret_void()
 
 
@@ -243,15 +254,17 @@ def _rows(e: Emitter, name: str, nodes: int, row: Any, rows: int) -> None:
     ahead = e.at(sources[0], e.times(row_bytes, 2 * rows))  # where the rows after the next begin
     with e.loop(e.integer(0), blocks, [e.constant(0.0)] * (rows * nodes)) as (block, sums):
         here = [e.at(source, e.times(block, size)) for source in sources]
-        weights = [_WEIGHTS[name](e, pointer) for pointer in here]
         for line in range(0, size * rows, 64):
             e.prefetch(e.at(ahead, e.build.add(e.times(block, size * rows), e.integer(line))))
-        for part in range(BLOCK // e.lanes):
-            for node in range(nodes):
-                value = e.load(e.at(e.at(inputs[node], e.times(block, 4 * BLOCK)), 4 * e.lanes * part))
-                for i in range(rows):
-                    at = node * rows + i
-                    sums[at] = e.multiply_add(weights[i][part], value, sums[at])
+        for first in range(0, len(_lanes(e)), _AT_ONCE):
+            lanes = _lanes(e)[first : first + _AT_ONCE]
+            weights = [_WEIGHTS[name](e, pointer, lanes) for pointer in here]
+            for part, lane in enumerate(lanes):
+                for node in range(nodes):
+                    value = e.load(e.at(e.at(inputs[node], e.times(block, 4 * BLOCK)), 4 * lane))
+                    for i in range(rows):
+                        at = node * rows + i
+                        sums[at] = e.multiply_add(weights[i][part], value, sums[at])
     for start in range(0, len(sums), e.lanes):
         chunk = sums[start : start + e.lanes]
         _store_sums(e, e.sums(chunk), start, len(chunk), rows, (y, y_stride, row))
@@ -362,7 +375,8 @@ def _weighted_columns(e: Emitter, name: str, nodes: int, block: Any, width: int)
     weights = [e.at(p, e.times(stride, 4 * node)) for node in range(nodes)]
     with e.loop(e.integer(0), count, [e.load(place) for place in places]) as (i, sums):
         source = e.at(e.at(values, e.build.mul(i, row_bytes)), e.times(block, size))
-        value = [v for b in range(width) for v in _WEIGHTS[name](e, e.at(source, b * size))]
+        blocks = [e.at(source, b * size) for b in range(width)]
+        value = [vector for block in blocks for vector in _WEIGHTS[name](e, block, _lanes(e))]
         for node in range(nodes):
             weight = e.splat(e.load(e.at(weights[node], e.times(i, 4)), FLOAT))
             for at, v in enumerate(value, start=node * parts):
