@@ -140,6 +140,7 @@ def play(
     """
     generator, costs = random.Random(seed), planted_costs(seconds, error=noise / 2, seed=seed)
     auto = Auto(parts, costs, clock=clock)
+    auto.sequences = 1
     law = SamplingLaw(SamplingParams(), prompt_length=1, stop_tokens=())
     proposer, tokens, rounds = auto.proposer(law, KeyedSource(0)), [0], []
     length = len(parts[0].right)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from foredraft.acceptance import RULES
 from foredraft.controller import Controller
 from foredraft.costs import CostCurve, Costs
+from foredraft.deciding_kernels import DRAFTED
 from foredraft.metrics import slower_than_plain
 from foredraft.proof.enumeration import Propose, ancestral_law, drawn_chain, joint_law, total_variation
 from foredraft.proof.toys import drawn_tree, toy_model
@@ -69,10 +71,11 @@ steps = st.lists(st.sampled_from([0.0, 0.05, 0.2, 1.0]), min_size=12, max_size=1
 def test_no_other_nodes_have_a_better_ratio_whatever_the_shape_of_the_curve(draft: Draft, extra: list[float]) -> None:
     seconds = list(itertools.accumulate(extra, initial=1.0))
     draft = falling(draft)
-    choice = Controller(curve(*seconds)).choose([draft], 0)
+    controller = Controller(curve(*seconds))
+    choice, trust = controller.choose([draft], 0), controller.trust
 
     def promised(nodes: Sequence[int]) -> float:
-        return sum(draft.scores[node] for node in nodes)
+        return trust * sum(draft.scores[node] for node in nodes)
 
     def ratio(nodes: Sequence[int]) -> float:
         return (1 + promised(nodes)) / seconds[len(nodes)]
@@ -82,6 +85,17 @@ def test_no_other_nodes_have_a_better_ratio_whatever_the_shape_of_the_curve(draf
     assert closed(draft, kept)
     assert ratio(kept) == pytest.approx(max(ratio(nodes) for nodes in every if closed(draft, nodes)))
     assert choice.gain == pytest.approx(promised(kept) - ratio(kept) * (seconds[len(kept)] - seconds[0]))
+
+
+@given(scored_trees(), steps)
+def test_a_draft_alone_is_cut_as_one_of_several(draft: Draft, extra: list[float]) -> None:
+    draft, costs = falling(draft), curve(*itertools.accumulate(extra, initial=1.0))
+    rows = np.zeros(len(draft), dtype=DRAFTED)
+    rows["score"] = draft.scores
+    together, alone = Controller(costs), Controller(costs)
+    for _ in range(3):
+        assert together.choose([draft], 0, 0.1).kept == [alone.cut(rows, alone.table(0), 0.1)]
+    assert together.book == alone.book
 
 
 def test_where_no_node_pays_the_round_is_plain() -> None:
@@ -113,7 +127,7 @@ def test_a_fast_run_of_rounds_takes_nothing_from_the_next_one() -> None:
     assert controller.choose([draft], 0).kept == [1]
     for _ in range(50):
         controller.choose([replace(Draft.chain([5, 6]), scores=(1.0, 1.0))], 0)
-        controller.learn(3, 2.0, 2, 3, 0.0)
+        controller.learn(3, 2.0, 2, 2, 0.0)
     assert controller.choose([draft], 0).kept == [1]
 
 
@@ -122,7 +136,7 @@ def test_a_running_rate_above_plain_makes_asking_dearer() -> None:
     before = controller.rate(0)
     for _ in range(50):
         controller.choose([replace(Draft.chain([5, 6]), scores=(1.0, 1.0))], 0)
-        controller.learn(3, 2.0, 2, 3, 0.0)
+        controller.learn(3, 2.0, 2, 2, 0.0)
     assert controller.rate(0) > 1.5 * before
 
 
@@ -130,16 +144,18 @@ def test_promises_that_are_not_kept_are_believed_less() -> None:
     controller = Controller(curve(1.0, 1.2, 1.4, 1.6))
     for _ in range(100):
         controller.choose([Draft()], 0)
-        controller.learn(1, 1.0, 0, 2, 0.0)
+        controller.learn(1, 1.0, 0, 1, 0.0)
     assert controller.trust < 0.35
     assert controller.choose([replace(Draft.chain([5]), scores=(0.5,))], 0).kept == [0]
 
 
 def test_what_comes_after_the_forward_costs_too() -> None:
     draft = replace(Draft.chain([5]), scores=(0.3,))
-    for seconds, kept in ((0.0, 1), (0.5, 0)):
+    for for_a_node, kept in ((0.0, 1), (0.5, 0)):
         controller = Controller(curve(1.0, 1.1, 1.2))
-        controller.learn(1, 0.0, 0, 1, seconds)
+        for nodes in (0, 1) * 3:
+            controller.choose([Draft()], 0)
+            controller.learn(1, 0.0, 0, nodes, 0.2 + for_a_node * nodes)
         assert controller.choose([draft], 0).kept == [kept]
 
 

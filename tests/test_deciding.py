@@ -119,10 +119,13 @@ class Compiled:
         self.held = self.fresh = self.length = 0
 
     def begin(self, text: Sequence[int], plain: float = 1.0) -> int:
-        state = (self.arms, self.turns, self.workload, self.request, self.nodes, self.held, self.fresh)
-        asked, self.held = kernels.begin(*state, self.book, plain, self.length, np.array(text, dtype=np.int64))
+        asked, self.held = kernels.begin(*self._state(text, plain))
         self.length, self.fresh = self.length + len(text), 0
-        return int(asked)
+        return asked
+
+    def _state(self, text: Sequence[int], plain: float) -> tuple[Any, ...]:
+        records = self.arms, self.turns, self.book, self.workload, self.request
+        return *records, self.nodes, self.held, self.fresh, plain, self.length, np.array(text, dtype=np.int64)
 
     def join(self, drafts: dict[int, Draft], budget: int = 64, trees: bool = True) -> list[tuple[Any, ...]]:
         for part, draft in drafts.items():
@@ -136,12 +139,14 @@ class Compiled:
         self.fresh, size = kernels.join(self.offers, self.turns, asked, *counts, nodes, self.length, drafted, trees)
         return list(drafted[:size].tolist())
 
-    def settle(self, asked: int, took: float, gain: float) -> None:
-        """A round in which one node was verified if that was a gain."""
+    def advance(self, asked: int, took: float, gain: float) -> int:
+        """A round in which one node was verified if that was a gain. Returns who is asked in the next."""
         self.turns["took"] = took
         drafted = np.zeros(1 if gain else 0, dtype=kernels.DRAFTED)
         drafted["score"], drafted["who"] = gain, asked
-        kernels.settle(self.arms, self.turns, self.book, 0.1, drafted, np.zeros(0, dtype=np.int64), asked, 0, 0.0, 0.0)
+        arguments = *self._state([], 0.1), drafted, np.zeros(0, dtype=np.int64), asked, 0.0, 0.0
+        _, following, self.held = kernels.advance(*arguments)
+        return following
 
 
 @st.composite
@@ -261,11 +266,10 @@ def test_a_request_differs_from_its_workload_and_forgets() -> None:
 
 
 def asked_in(compiled: Compiled, rounds: int, took: float, gain: float) -> list[bool]:
-    found = []
+    found, asked = [], compiled.begin([0], plain=0.1)
     for _ in range(rounds):
-        asked = compiled.begin([0], plain=0.1)
-        compiled.settle(asked, took, gain if asked else 0.0)
         found.append(bool(asked))
+        asked = compiled.advance(asked, took, gain if asked else 0.0)
     return found
 
 
@@ -283,6 +287,6 @@ def test_what_pays_is_asked_every_round() -> None:
 def test_one_interruption_does_not_make_a_part_slow() -> None:
     compiled = Compiled(1)
     for seconds in [0.001] * 20 + [5.0]:
-        compiled.settle(1, seconds, 0.5)
+        compiled.advance(1, seconds, 0.5)
     assert compiled.arms["asking"][0] < 0.0012
     assert compiled.arms["spent"][0] == pytest.approx(5.02)

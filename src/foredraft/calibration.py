@@ -25,10 +25,10 @@ from foredraft.types import Draft
 
 logger = logging.getLogger(__name__)
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32)  # engines serve so many at once: what comes after eight costs more
 CONTEXTS = (64, 512, 2048)
 BATCHES = (1, 2, 4)
-QUICK_ROWS, QUICK_CONTEXT, QUICK_SECONDS = (1, 2, 4, 8, 16), 128, 1.0
+QUICK_ROWS, QUICK_CONTEXT, QUICK_SECONDS = (1, 2, 3, 4, 6, 8, 9, 12, 16), 128, 1.0
 _MOST_ROWS = 64  # of a batch
 _MOST_TOKENS = 2048  # cached in a batch: what the caches take for a while, and what must be read into them
 _MOST_TURNS = 30

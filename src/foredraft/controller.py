@@ -6,16 +6,17 @@ Pure logic over figures: no model, no tokens. `proposers/auto.py` feeds it and d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foredraft import deciding_kernels as kernels
 from foredraft.costs import Costs, Floats
 from foredraft.types import Draft
 
 _TABLE_LASTS = 64  # rounds between two looks at the cost curve
-_CONTEXT_STEP = 128  # tokens of context, likewise
+_CONTEXT_STEP = 256  # tokens of context, likewise
 _NODES = 64  # of a table at least
 
 
@@ -53,12 +54,14 @@ class Controller:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.book = np.zeros(1, dtype=kernels.BOOK)
-        """Of recent rounds tokens and seconds, promised tokens and accepted ones, the seconds of a row after a forward,
-        sequences of the last one, and what each of its nodes had to promise to pay for itself (`price`)."""
+        """Of recent rounds tokens and seconds, promised tokens and accepted ones; the seconds that follow the forward
+        of a plain round, and those that each node adds; sequences of the last round, and what each of its nodes had to
+        promise to pay for itself (`price`)."""
         self.book["sequences"] = 1
+        self.sequences = 1
+        """Of the round, once somebody has said; else of the last one."""
         self._rounds = 0
-        self._sequences = 1  # of the last round
-        self._tables: dict[int, _Table] = {}  # by sequences
+        self._tables: dict[int, Table] = {}  # by sequences
 
     def rate(self, context: int) -> float:
         """R: tokens per second of the recent rounds, and never less than plain decoding would give."""
@@ -81,18 +84,23 @@ class Controller:
             others: Drafts of the same forward that someone else decided.
             most: Nodes of the forward, if there is a limit; drafts that must stay whole keep to it as they are.
         """
-        self._sequences = len(drafts) + len(others)
+        self.sequences = len(drafts) + len(others)
         self._rounds += 1
         whole = [draft.q.count(None) < len(draft) for draft in drafts]
         sizes = [-len(d) if fixed else len(d) for d, fixed in zip(drafts, whole, strict=True)]
         kept = np.array(sizes + [-len(d) for d in others])
         scores = np.array([s for d, fixed in zip(drafts, whole, strict=True) if not fixed for s in d.scores])
         total = sum(map(len, drafts)) + sum(map(len, others))
-        gain = kernels.choose(
-            self.book, self._seconds(context, total), scores, kept, draft_seconds, total if most is None else most
-        )
+        seconds = self.table(context, total).seconds
+        gain = kernels.choose(self.book, seconds, scores, kept, draft_seconds, total if most is None else most)
         self.book["tokens"] += len(others)  # that is what they get at least
         return Choice(kept[: len(drafts)].tolist(), gain)
+
+    def cut(self, drafted: NDArray[Any], table: Table, draft_seconds: float) -> int:
+        """`choose` where there is one draft alone, rows of `DRAFTED`: how many of its first nodes pay."""
+        self._rounds += 1
+        kept: int = kernels.cut(self.book, table.seconds, drafted, draft_seconds)
+        return kept
 
     def draft_length(
         self, chances: Sequence[float], others: Sequence[tuple[float, int]], step: float, context: int
@@ -108,8 +116,8 @@ class Controller:
         Returns:
             The length and the tokens that it gains over what is there, costs paid; 0 and 0 if none pays.
         """
-        rate, trust, accept = self.rate(context), self.trust, float(self.book["accept_seconds"][0])
-        seconds = self._seconds(context, len(others) + len(chances)).tolist()
+        rate, trust, accept = self.rate(context), self.trust, float(self.book["node_seconds"][0])
+        seconds = self.table(context, len(others) + len(chances)).seconds.tolist()
         others = sorted(others, key=lambda other: -other[0])
         base, most, sure = 0, 0.0, 0.0
         for number, (score, _) in enumerate(others, start=1):
@@ -135,36 +143,34 @@ class Controller:
 
     def plain_seconds(self, context: int) -> float:
         """A plain step of the batch."""
-        return float(self._seconds(context)[0])
+        return self.table(context).plain
 
-    def costs_at(self, context: int) -> tuple[float, Floats]:
-        """`plain_seconds`, and tokens that plain steps emit in the seconds that 0, 1, … nodes add to a forward."""
-        table = self._table(context)
-        return float(table.seconds[0]), table.node_costs
-
-    def learn(self, tokens: int, promised: float, accepted: int, rows: int, accept_seconds: float) -> None:
+    def learn(self, tokens: int, promised: float, accepted: int, nodes: int, accept_seconds: float) -> None:
         """What one request made of its round: tokens emitted, accepted ones promised and found, seconds after it."""
-        kernels.learn(self.book, tokens, promised, accepted, rows, accept_seconds)
+        kernels.learn(self.book, tokens, promised, accepted, nodes, accept_seconds)
 
-    def _seconds(self, context: int, nodes: int = 0) -> Floats:
-        """Seconds of a forward of the batch with 0, 1, … nodes, at least so many."""
-        return self._table(context, nodes).seconds
-
-    def _table(self, context: int, nodes: int = 0) -> _Table:
-        sequences, context = self._sequences, context // _CONTEXT_STEP * _CONTEXT_STEP
+    def table(self, context: int, nodes: int = 0) -> Table:
+        """What forwards with 0, 1, … nodes cost in this context, at least so many; never less than 64."""
+        sequences, context = self.sequences, context // _CONTEXT_STEP * _CONTEXT_STEP
         table = self._tables.get(sequences)
         if table is None or table.context != context or nodes >= len(table.seconds) or self._rounds >= table.until:
             rows = sequences + max(nodes, _NODES)
             seconds = self.costs.curve_of(sequences).all_seconds(rows, context)[sequences - 1 :]
             costs = sequences * (seconds / seconds[0] - 1.0)
-            table = self._tables[sequences] = _Table(context, self._rounds + _TABLE_LASTS, seconds, costs)
+            table = Table(context, self._rounds + _TABLE_LASTS, seconds, costs, float(seconds[0]))
+            self._tables[sequences] = table
         return table
 
 
-class _Table(NamedTuple):
-    """Seconds of a forward with so many nodes, looked up once for several rounds."""
+class Table(NamedTuple):
+    """Costs of forwards, looked up once for several rounds."""
 
     context: int
     until: int
+    """The round in which to look again."""
     seconds: Floats
+    """Of a forward with 0, 1, … nodes beside the roots of the batch."""
     node_costs: Floats
+    """Tokens that plain steps would emit in the seconds that so many nodes add."""
+    plain: float
+    """Seconds of a plain step."""

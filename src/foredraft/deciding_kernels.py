@@ -1,8 +1,9 @@
 """The compiled part of deciding: who drafts, what of it is worth verifying, and what is learned from what came of it.
 
 The weights push all else out of the caches with every forward, so each Python object that is looked at between two of
-them waits for memory. Hence a round is four calls over few arrays that live across rounds: `begin` reads the text and
-says who is asked, `join` makes one tree of what they drafted, `choose` cuts it, `settle` learns.
+them waits for memory. Hence a round is three calls over few arrays that live across rounds: `join` makes one tree of
+what the asked parts drafted, `cut` or `choose` says what of it is verified, `advance` learns from what came of it,
+reads the text that was emitted and says who is asked next. Before the first round `begin` does so.
 
 Sets of parts are numbers, bit p for part p. All that is compiled is in this one file, because numba renews what it
 kept on disk only when the file itself changes.
@@ -55,8 +56,9 @@ that a part gave it, what to expect of it before anything was seen, and its cali
 DRAFTED = np.dtype([("token", "i4"), ("parent", "i4"), ("score", "f8"), ("who", "i8"), ("best", "f8")], align=True)
 """A node as it is proposed."""
 BOOK = np.dtype(
-    [(name, "i8") for name in ("sequences", "rounds", "drafting", "decided")]
-    + [(n, "f8") for n in ("tokens", "seconds", "promised", "kept_promises", "accept_seconds", "price", "deciding")],
+    [(name, "i8") for name in ("sequences", "drafting", "decided", "plain", "laden")]
+    + [(name, "f8") for name in ("tokens", "seconds", "promised", "kept_promises", "price", "deciding")]
+    + [(name, "f8") for name in ("accept_seconds", "node_seconds")],
     align=True,
 )
 """What the controller knows of recent rounds; `controller.py` documents the fields."""
@@ -71,15 +73,17 @@ MOST_HELD = 1024  # nodes of which the text does not tell yet whether they came 
 
 _ASKS = 16.0  # over which a part's worth and its times are means
 _TRIAL_SHARE, _COSTLY_SHARE = 0.006, 0.01  # of a plain step that re-trying a part may take; one that runs a model
+_WATCH_SHARE = 0.003  # of a plain step that a part may learn in that is not asked
 _FIRST_VALUES = 4
 _TRIALS_ALIKE = 8  # useless trials after which they come half as often
 _RAREST = 4.0  # times as seldom as their cost alone would have it
 _FADES = 60.0  # rounds after which what a part had right has lost most of its weight
 _USUAL_TOKENS = 8.0  # tokens that a wider record is worth: of all contexts, of other requests
 
-_ROUNDS = 50.0  # over which the running rate is a mean
+_ROUNDS = 50.0  # over which the running rate is a mean, and promises are compared with what was kept of them
 _FIRST = 3.0  # plain rounds that it begins with
-_PROMISES = 20.0  # accepted tokens after which what was promised is half believed
+_PROMISED, _KEPT = 10.0, 8.0  # of these to begin with: the best of many estimates are flattering ones
+_LEAST_SHARE = 0.05  # of what follows a forward, for its nodes
 _EXPLORES_EVERY, _PLAIN_AMONG = 64, 6  # rounds that draft; one of so many of these is plain
 
 
@@ -179,8 +183,8 @@ def _note_text(arm: Row, turn: Row, foreseen: int, missed: bool) -> None:
     _note_record(arm.records, context, foreseen, missed, turn.rounds)
     _note_record(turn.records, context, foreseen, missed, turn.rounds)
     turn.run = 0 if missed else turn.run + foreseen
-    if not missed:
-        turn.wait = 0  # if this was a trial, try again at once
+    if arm.costly and not missed:
+        turn.wait = 0  # if this was a trial, try again at once: a model is right by more than chance
 
 
 @inner
@@ -195,8 +199,14 @@ def _trial(arm: Row, turn: Row, plain: float, cost: float) -> bool:
 
 
 @inner
+def _seconds(arm: Row) -> Any:
+    """What asking it takes."""
+    return arm.asking + arm.watching
+
+
+@inner
 def _due(arm: Row, turn: Row, rate: float, plain: float, deciding: float) -> bool:
-    cost = arm.asking + arm.watching + deciding
+    cost = _seconds(arm) + deciding
     return turn.worth >= rate * cost or _trial(arm, turn, plain, cost)
 
 
@@ -220,7 +230,7 @@ def _note_worth(arm: Row, turn: Row, gained: float, rate: float) -> None:
     turn.asks += 1
     turn.worth += (gained - turn.worth) / min(_ASKS, turn.asks + 2.0)
     arm.worth += (gained - arm.worth) / (4.0 * _ASKS)
-    if gained >= rate * (arm.asking + arm.watching):
+    if gained >= rate * _seconds(arm):
         turn.idle = turn.wait = 0
 
 
@@ -286,28 +296,30 @@ def _hold(nodes: Rows, total: int) -> int:
 
 @inner
 def _trust(book: Row) -> Any:
-    return min(1.0, (book.kept_promises + _PROMISES) / (book.promised + _PROMISES))
+    return min(1.0, (book.kept_promises + _KEPT) / (book.promised + _PROMISED))
+
+
+@inner
+def _after(book: Row, nodes: int) -> Any:
+    """Seconds that follow a forward over so many nodes."""
+    return book.sequences * book.accept_seconds + nodes * book.node_seconds
 
 
 @inner
 def _rate(book: Row, plain: float) -> Any:
-    step = plain + book.sequences * book.accept_seconds
+    step = plain + _after(book, 0)
     running = (book.tokens + _FIRST * book.sequences) / (book.seconds + _FIRST * step)
     return max(book.sequences / step, running)
 
 
-@entry
-def begin(
-    arms: Rows, turns: Rows, workload: Floats, request: Floats, nodes: Rows, held: int, fresh: int,
-    books: Rows, plain: float, start: int, text: Ints
+@inner
+def _begin(
+    arms: Rows, turns: Rows, book: Row, workload: Floats, request: Floats, nodes: Rows, held: int, fresh: int,
+    plain: float, start: int, text: Ints
 ) -> tuple[int, int]:  # fmt: skip
-    """Begin a round, with the text from `start` on as news.
-
-    Returns which parts to ask for a draft now, and how many nodes are held from now on.
-    """
     _judge(nodes, held, fresh, start, text, workload, request)
     _tell(arms, turns, nodes[held : held + fresh], len(text))
-    rate, deciding, asked = _rate(books[0], plain), books[0].deciding / len(turns), 0
+    rate, deciding, asked = _rate(book, plain), book.deciding / len(turns), 0
     for p in range(len(turns)):
         arm, turn = arms[p], turns[p]
         turn.rounds += 1
@@ -317,6 +329,18 @@ def begin(
         if not arm.costly and _due(arm, turn, rate, plain, deciding):
             asked |= 1 << p
     return asked, _hold(nodes, held + fresh)
+
+
+@entry
+def begin(
+    arms: Rows, turns: Rows, books: Rows, workload: Floats, request: Floats, nodes: Rows, held: int, fresh: int,
+    plain: float, start: int, text: Ints
+) -> tuple[int, int]:  # fmt: skip
+    """Begin a round, with the text from `start` on as news.
+
+    Returns which parts to ask for a draft now, and how many nodes are held from now on.
+    """
+    return _begin(arms, turns, books[0], workload, request, nodes, held, fresh, plain, start, text)
 
 
 # One tree of several drafts.
@@ -409,11 +433,18 @@ def _best_ratio(book: Row, seconds: Floats, scores: Floats, base: int, draft_sec
     for number in range(len(scores) + 1):
         if number > 0:
             tokens += trust * scores[number - 1]
-        nodes = base + number
-        taken = seconds[nodes] + (book.sequences + nodes) * book.accept_seconds + draft_seconds
+        taken = seconds[base + number] + _after(book, base + number) + draft_seconds
         if tokens / taken > best:
             best, count = tokens / taken, number
     return count, best
+
+
+@inner
+def _set_price(book: Row, seconds: Floats, base: int, count: int, rate: float) -> Any:
+    """What so many nodes cost beside `base` others, in tokens at a rate of so many a second."""
+    cost = rate * (seconds[base + count] - seconds[base] + count * book.node_seconds)
+    book.price = cost / count if count else 0.0
+    return cost
 
 
 @inner
@@ -426,6 +457,28 @@ def _explored(book: Row, count: int, most: int) -> int:
     if turn % _PLAIN_AMONG == 0:
         return 0
     return max(1, count - 1) if turn % 2 else min(count + 1, most)
+
+
+@inner
+def _count_round(book: Row, seconds: Floats, nodes: int, draft_seconds: float) -> None:
+    """Seconds as the curve has them, not as measured: a stalled round says nothing about the next one."""
+    fade = 1.0 - 1.0 / _ROUNDS
+    book.tokens *= fade
+    book.seconds = book.seconds * fade + seconds[nodes] + _after(book, nodes) + draft_seconds
+
+
+@entry
+def cut(books: Rows, seconds: Floats, drafted: Rows, draft_seconds: float) -> int:
+    """How many nodes are worth verifying of the one draft of a round, which is counted; see `choose`."""
+    book, scores = books[0], np.empty(len(drafted))
+    book.sequences = 1
+    for i in range(len(drafted)):
+        scores[i] = drafted[i].score
+    count, rate = _best_ratio(book, seconds, scores, 0, draft_seconds)
+    _set_price(book, seconds, 0, count, rate)
+    count = _explored(book, count, len(drafted))
+    _count_round(book, seconds, count, draft_seconds)
+    return count
 
 
 @entry
@@ -454,19 +507,14 @@ def choose(books: Rows, seconds: Floats, scores: Floats, sizes: Ints, draft_seco
     order = _falling(scores)[: max(most - base, 0)]
     offered = scores[order]
     count, rate = _best_ratio(book, seconds, offered, base, draft_seconds)
-    cost = rate * (seconds[base + count] - seconds[base] + count * book.accept_seconds)
+    cost = _set_price(book, seconds, base, count, rate)
     gain = _trust(book) * offered[:count].sum() - cost
-    book.price = cost / count if count else 0.0
-    count = _explored(book, count, len(offered))
+    count = _explored(book, count, len(order))
     for draft in range(drafts):
         sizes[draft] = max(-sizes[draft], 0)
     for i in order[:count]:
         sizes[whose[i]] += 1
-    # Seconds as the curve has them, not as measured: a stalled round says nothing about the next one.
-    fade, rows = 1.0 - 1.0 / _ROUNDS, drafts + base + count
-    book.tokens *= fade
-    book.seconds = book.seconds * fade + seconds[base + count] + draft_seconds + rows * book.accept_seconds
-    book.rounds += 1
+    _count_round(book, seconds, base + count, draft_seconds)
     return gain
 
 
@@ -474,18 +522,30 @@ def choose(books: Rows, seconds: Floats, scores: Floats, sizes: Ints, draft_seco
 
 
 @inner
-def _learn(book: Row, tokens: int, promised: float, accepted: int, rows: int, accept_seconds: float) -> None:
+def _note_accepting(book: Row, nodes: int, seconds: float) -> None:
+    """What follows a forward takes some time for the round, and some for each node."""
+    if nodes == 0:
+        book.plain += 1
+        book.accept_seconds = _robust_mean(book.accept_seconds, seconds, book.plain)
+    else:
+        book.laden += 1
+        for_nodes = max(seconds - book.accept_seconds, _LEAST_SHARE * seconds)
+        book.node_seconds = _robust_mean(book.node_seconds, for_nodes / nodes, book.laden)
+
+
+@inner
+def _learn(book: Row, tokens: int, promised: float, accepted: int, nodes: int, accept_seconds: float) -> None:
     fade = 1.0 - 1.0 / _ROUNDS
     book.tokens += tokens
     book.promised = book.promised * fade + promised
     book.kept_promises = book.kept_promises * fade + accepted
-    book.accept_seconds = _robust_mean(book.accept_seconds, accept_seconds / rows, book.rounds)
+    _note_accepting(book, nodes, accept_seconds)
 
 
 @entry
-def learn(books: Rows, tokens: int, promised: float, accepted: int, rows: int, accept_seconds: float) -> None:
+def learn(books: Rows, tokens: int, promised: float, accepted: int, nodes: int, accept_seconds: float) -> None:
     """See `Controller.learn`."""
-    _learn(books[0], tokens, promised, accepted, rows, accept_seconds)
+    _learn(books[0], tokens, promised, accepted, nodes, accept_seconds)
 
 
 @entry
@@ -502,32 +562,34 @@ def trust(books: Rows) -> Any:
 
 @inner
 def _share_out(arms: Rows, drafted: Rows, path: Ints, price: float, gains: Floats) -> float:
-    """Credit the parts with the verified nodes, each in part where several drafted it; returns what all promised."""
+    """Credit the parts with the verified nodes, each in part where several drafted it; returns what all promised.
+
+    What such a node gains is the gain of the quickest of them: without the others it would be there, too.
+    """
     promised = 0.0
     for i in range(len(drafted)):
         node, right = drafted[i], _has(path, i)
         promised += node.score
-        names = 0
+        names, quickest = 0, -1
         for p in range(len(arms)):
-            names += node.who >> p & 1
+            if node.who >> p & 1:
+                names += 1
+                if quickest < 0 or _seconds(arms[p]) < _seconds(arms[quickest]):
+                    quickest = p
+        gains[quickest] += node.score - price
         for p in range(len(arms)):
             if node.who >> p & 1:
                 arms[p].verified += 1.0 / names
                 arms[p].accepted += right / names
-                gains[p] += (node.score - price) / names
     return promised
 
 
-@entry
-def settle(
-    arms: Rows, turns: Rows, books: Rows, plain: float, drafted: Rows, path: Ints, asked: int, emitted: int,
+@inner
+def _settle(
+    arms: Rows, turns: Rows, book: Row, plain: float, drafted: Rows, path: Ints, asked: int, emitted: int,
     deciding: float, accept_seconds: float
 ) -> int:  # fmt: skip
-    """Learn from a round: `drafted` is what was verified, `deciding` what it took to join the asked parts' drafts.
-
-    Returns which parts that only watched may learn, as seldom as takes a small share of a step.
-    """
-    book, gains, watching = books[0], np.zeros(len(arms)), 0
+    gains, watching = np.zeros(len(arms)), 0
     if asked:
         book.decided += 1
         book.deciding = _robust_mean(book.deciding, deciding, book.decided)
@@ -540,7 +602,23 @@ def settle(
         if asked >> p & 1:
             _note_asked(arm, turn)
             _note_worth(arm, turn, gains[p], running)
-        elif turn.rounds % max(1, round(arm.watching / (_COSTLY_SHARE * plain))) == 0:
+        elif turn.rounds % max(1, round(arm.watching / (_WATCH_SHARE * plain))) == 0:
             watching |= 1 << p
-    _learn(book, emitted, promised, len(path), len(drafted) + 1, accept_seconds)
+    _learn(book, emitted, promised, len(path), len(drafted), accept_seconds)
     return watching
+
+
+@entry
+def advance(
+    arms: Rows, turns: Rows, books: Rows, workload: Floats, request: Floats, nodes: Rows, held: int, fresh: int,
+    plain: float, start: int, text: Ints, drafted: Rows, path: Ints, asked: int, deciding: float,
+    accept_seconds: float
+) -> tuple[int, int, int]:  # fmt: skip
+    """Learn from a round, and `begin` the next one with the `text` that it emitted.
+
+    `drafted` is what was verified, `deciding` what it took to join the asked parts' drafts. Returns first which parts
+    that only watched may learn, as seldom as takes a small share of a step.
+    """
+    watching = _settle(arms, turns, books[0], plain, drafted, path, asked, len(text), deciding, accept_seconds)
+    following, held = _begin(arms, turns, books[0], workload, request, nodes, held, fresh, plain, start, text)
+    return watching, following, held

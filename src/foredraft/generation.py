@@ -166,13 +166,13 @@ class Generation:
             sequences: Of the forward.
         """
         self._draft_cost = (0, 0.0)
-        if self._proposer is None:
+        drafter = self.setup.drafter
+        if drafter is None or self._proposer is None:
             return Draft()
+        drafter.sequences = sequences
         budget = min(self.setup.draft_tokens, self._limit - len(self.tokens) - 1)
         if most is not None:
-            assert self.setup.drafter is not None
-            decides = self.setup.drafter.costs is not None
-            budget = min(budget, most if decides else most // sequences)
+            budget = min(budget, most if drafter.costs is not None else most // sequences)
         started, before = perf_counter(), self._forwards
         draft = self._proposer.propose(self.tokens, budget)
         self._forwards = self._proposer.forwards  # some may have run since the last draft, beside the target

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import count
-from operator import lt
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from foredraft.checks import is_integer, is_number, require
@@ -110,7 +108,7 @@ class SamplingParams:
         return self.temperature == 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Draft:
     """A tree of proposed tokens below the root, the last emitted token. A chain is a tree without branches.
 
@@ -123,21 +121,27 @@ class Draft:
             order in which they were drawn.
     """
 
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    q: tuple[Tensor | None, ...] = ()
-    scores: tuple[float, ...] = ()
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    q: tuple[Tensor | None, ...]
+    scores: tuple[float, ...]
     """For each node the proposer's estimate that its whole path will be accepted; empty if it makes none."""
-    proposers: tuple[str, ...] = ()
+    proposers: tuple[str, ...]
     """For each node who proposed it, where several did so together; else empty."""
 
-    def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.parents)
-        assert min(self.parents, default=-1) >= -1 and all(map(lt, self.parents, count()))
-        if not self.q:
-            object.__setattr__(self, "q", (None,) * len(self.tokens))
-        assert len(self.q) == len(self.tokens)
-        assert len(self.scores) in (0, len(self.tokens))
+    def __init__(  # by hand: it is built every round, and a dataclass takes twice as long
+        self,
+        tokens: tuple[int, ...] = (),
+        parents: tuple[int, ...] = (),
+        q: tuple[Tensor | None, ...] = (),
+        scores: tuple[float, ...] = (),
+        proposers: tuple[str, ...] = (),
+    ) -> None:
+        count = len(tokens)
+        assert len(parents) == count and len(q) in (0, count) and len(scores) in (0, count)
+        for node, parent in enumerate(parents):
+            assert -1 <= parent < node
+        self.__dict__.update(tokens=tokens, parents=parents, q=q or (None,) * count, scores=scores, proposers=proposers)
 
     def __len__(self) -> int:
         return len(self.tokens)

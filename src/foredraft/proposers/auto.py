@@ -73,7 +73,8 @@ class Auto(Joint):
         )
         """What is known of each part across requests, a row each; `arms.new_arms` has the fields."""
         self.rounds = self.plain_rounds = 0
-        self._draft_seconds = 0.0  # since the last round was chosen
+        self.draft_seconds = 0.0
+        """That parts took to draft and to learn since the last round was decided."""
 
     @classmethod
     def for_target(cls, target: Backend, argument: str = "") -> Auto:
@@ -95,13 +96,16 @@ class Auto(Joint):
     def select(
         self, drafts: Sequence[Draft], context: int, others: Sequence[Draft] = (), most: int | None = None
     ) -> list[Draft]:
-        """The nodes that pay, of all sequences together."""
-        choice = self.controller.choose(drafts, context, self._draft_seconds, others, most)
-        self._draft_seconds = 0.0
+        """The nodes that pay, of all sequences together. A draft that is alone was cut when it was made."""
+        selected = list(drafts)
+        if self.sequences != 1:
+            choice = self.controller.choose(drafts, context, self.draft_seconds, others, most)
+            selected = [first(draft, count) for draft, count in zip(drafts, choice.kept, strict=True)]
+            self.draft_seconds = 0.0
         self.rounds += 1
-        self.plain_rounds += not any(choice.kept)
-        return [first(draft, count) for draft, count in zip(drafts, choice.kept, strict=True)]
+        self.plain_rounds += not any(selected)
+        return selected
 
     def note_drafting(self, seconds: float) -> None:
         """A part drafted or learned for so long."""
-        self._draft_seconds += seconds
+        self.draft_seconds += seconds

@@ -122,6 +122,8 @@ class Drafter(ABC):
     """Whether it learns from earlier text: what, `save` keeps in a folder for the next process to `load`."""
     costs: Costs | None = None
     """The measured costs by which it decides what is worth drafting, if it does."""
+    sequences: int = 0
+    """Of the round that it is to draft for, told by the engine; 0 if nobody says."""
     when_nothing_is_accepted: str
     """Likely causes of zero acceptance, for a warning."""
 

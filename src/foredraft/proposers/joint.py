@@ -23,6 +23,7 @@ _ROOM = 64  # nodes of a draft
 _LEAST_ASKED = 3  # nodes that are asked for, to see what more would have been right
 _TRIED = 1  # tokens that a costly part is asked for while it does not pay
 _DEEPEST = 16  # tokens of a costly part's draft
+_NOTHING = Draft()
 _NO_COUNTS = np.zeros((0, 1, 1, 2))
 _NO_COSTS = np.zeros(1 + _ROOM)
 
@@ -36,10 +37,11 @@ def compile_kernels() -> None:
     )
     calibration, nodes = Calibration([""]), np.zeros(1, dtype=kernels.NODE)
     counts, turns, drafted = calibration.counts, new_turns(arms), np.zeros(0, dtype=kernels.DRAFTED)
-    kernels.begin(arms, turns, counts, counts, nodes, 0, 0, books, 1.0, 0, text)
+    kernels.begin(arms, turns, books, counts, counts, nodes, 0, 0, 1.0, 0, text)
     kernels.join(np.zeros((1, 1), dtype=OFFER), turns, 0, counts, counts, nodes, 0, drafted, True)
+    kernels.cut(books, np.ones(1), drafted, 0.0)
     kernels.choose(books, np.ones(1), np.zeros(0), np.zeros(1, dtype=int), 0.0, 0)
-    kernels.settle(arms, turns, books, 1.0, drafted, path, 0, 1, 0.0, 0.0)
+    kernels.advance(arms, turns, books, counts, counts, nodes, 0, 0, 1.0, 0, text, drafted, path, 0, 0.0, 0.0)
     kernels.count_verified(counts, drafted, path)
 
 
@@ -74,7 +76,7 @@ class JointProposer(Proposer):
     def _draft(self, size: int) -> Draft:
         """The first drafted nodes, with calibrated path probabilities as scores."""
         if size == 0:
-            return Draft()
+            return _NOTHING
         tokens, parents, scores, who, _ = zip(*self._drafted[:size].tolist(), strict=True)
         return Draft(tokens, parents, scores=scores, proposers=tuple([self._whose[parts] for parts in who]))
 
@@ -144,50 +146,62 @@ class AutoProposer(JointProposer):
         self._costly = [part for part, arm in enumerate(auto.arms) if arm["costly"]]
         learning = [part for part, who in enumerate(parts) if type(who).observe is not Proposer.observe]
         self._learning = [(part, parts[part].watches) for part in learning]
-        self._asked = 0  # parts, as a set
+        self._state = auto.arms, self._turns, auto.controller.book, *self._counts, self._nodes
+        self._asked = self._following = 0  # parts, as sets: in this round, and in the one that was begun by `observe`
+        self._begun = False
         self._asking = self._deciding = 0.0  # seconds of the parts, and of what was made of their drafts
         self._length = 0  # of the text
         self._held = self._fresh = 0  # nodes of earlier drafts that may still come true; behind them the last one's
         self._kept = 2.0  # nodes of recent rounds, at most
-        self._plain, self._node_costs = auto.controller.costs_at(0)  # at the text's length
+        self._table = auto.controller.table(0)  # at the text's length
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The merged drafts of the parts whose turn it is, with calibrated path probabilities as scores."""
-        started = self._auto.clock()
+        auto = self._auto
+        started = auto.clock()
         self._asked, self._asking = 0, 0.0
-        self._plain, self._node_costs = self._auto.controller.costs_at(len(tokens))
-        asked = self._read(tokens)
-        if budget < 1:
-            return Draft()
-        most = min(budget, _LEAST_ASKED + round(2 * self._kept))
-        for part in range(len(self._parts)):
-            if asked >> part & 1:
-                self._ask(part, tokens, most)
-        size = self._join(most) if self._asked else 0
-        if self._costly:
-            part, length = self._worth_running(min(budget, _DEEPEST))
-            if length:
-                self._ask(part, tokens, length)
-                size = self._join(max(most, length))
+        alone = auto.sequences == 1
+        if alone:
+            auto.controller.sequences = 1
+        self._table = auto.controller.table(len(tokens))
+        asked, size = self._following if self._begun else self._read(tokens), 0
+        self._begun = False
+        if budget:
+            most = min(budget, _LEAST_ASKED + round(2 * self._kept))
+            for part in range(len(self._parts)):
+                if asked >> part & 1:
+                    self._ask(part, tokens, most)
+            size = self._join(most) if self._asked else 0
+            if self._costly:
+                part, length = self._worth_running(min(budget, _DEEPEST))
+                if length:
+                    self._ask(part, tokens, length)
+                    size = self._join(max(most, length))
+        auto.note_drafting(self._asking)
+        if alone:
+            size = auto.controller.cut(self._drafted[:size], self._table, auto.draft_seconds)
+            auto.draft_seconds = 0.0
         draft = self._draft(size)
-        self._deciding = self._auto.clock() - started - self._asking
+        self._deciding = auto.clock() - started - self._asking
         return draft
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Let the parts learn, and note what each was worth."""
-        auto, drafted = self._auto, len(verification.draft)
-        watching = kernels.settle(
-            auto.arms,
-            self._turns,
-            auto.controller.book,
-            self._plain,
+        auto, drafted, start = self._auto, len(verification.draft), self._length
+        watching, self._following, self._held = kernels.advance(
+            *self._state,
+            self._held,
+            self._fresh,
+            self._table.plain,
+            start,
+            np.array(verdict.tokens, dtype=np.int64),
             self._drafted[:drafted],
             np.array(verdict.path, dtype=np.int64),
             self._asked,
-            len(verdict.tokens),
             self._deciding,
             verification.accept_seconds,
         )
+        self._fresh, self._length, self._begun = 0, start + len(verdict.tokens), True
         self._kept = max(float(drafted), 0.9 * self._kept)
         for part, watches in self._learning:
             if (self._asked | (watching if watches else 0)) >> part & 1:
@@ -196,35 +210,21 @@ class AutoProposer(JointProposer):
                 self._learned[part] = seconds = auto.clock() - started
                 auto.note_drafting(seconds)
 
-    def finish(self, tokens: Sequence[int]) -> None:
-        """Learn from the last drafts, and tell every part."""
-        self._read(tokens)
-        super().finish(tokens)
-
     def _read(self, tokens: Sequence[int]) -> int:
-        """Find out which nodes of earlier drafts came true, as far as the text goes. Returns who is to be asked."""
+        """Begin a round with whatever the text has that was not read yet. Returns who is to be asked."""
         start, self._length = self._length, len(tokens)
-        asked, self._held = kernels.begin(
-            self._auto.arms,
-            self._turns,
-            *self._counts,
-            self._nodes,
-            self._held,
-            self._fresh,
-            self._auto.controller.book,
-            self._plain,
-            start,
-            np.array(tokens[start:], dtype=np.int64),
-        )
+        text = np.array(tokens[start:], dtype=np.int64)
+        held = self._held, self._fresh
+        asked, self._held = kernels.begin(*self._state, *held, self._table.plain, start, text)
         self._fresh = 0
-        return int(asked)
+        return asked
 
     def _ask(self, part: int, tokens: Sequence[int], budget: int) -> None:
         auto = self._auto
         started = auto.clock()
-        self._offered[part] = nodes = self._parts[part].offer(tokens, budget, self._rows[part], self._node_costs)
+        nodes = self._parts[part].offer(tokens, budget, self._rows[part], self._table.node_costs)
+        self._offered[part] = nodes
         self._took[part] = seconds = auto.clock() - started
-        auto.note_drafting(seconds)
         if part in self._costly:
             auto.costs.note_draft(auto.parts[part].name, nodes, seconds)
         self._asked |= 1 << part
@@ -258,6 +258,6 @@ class AutoProposer(JointProposer):
                 length = min(length, _TRIED)
             if gain > best:
                 best, found = gain, (part, length)
-            elif not found[1] and kernels.trial(auto.arms, self._turns, part, self._plain, _TRIED * step):
+            elif not found[1] and kernels.trial(auto.arms, self._turns, part, self._table.plain, _TRIED * step):
                 found = (part, min(_TRIED, most))
         return found
