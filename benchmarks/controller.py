@@ -51,13 +51,9 @@ class Clocked(Auto):
         self, drafts: Sequence[Draft], context: int, others: Sequence[Draft] = (), most: int | None = None
     ) -> list[Draft]:
         started = perf_counter()
-        selected = super().select(drafts, context, others, most)
+        selected = Auto.select(self, drafts, context, others, most)
         self.decided_seconds += perf_counter() - started
         return selected
-
-    def note_drafting(self, seconds: float) -> None:
-        super().note_drafting(seconds)
-        self.decided_seconds -= seconds
 
 
 class _Clocked(AutoProposer):
@@ -67,14 +63,14 @@ class _Clocked(AutoProposer):
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         started = perf_counter()
-        draft = super().propose(tokens, budget)
-        self._clocked.decided_seconds += perf_counter() - started
+        draft = AutoProposer.propose(self, tokens, budget)
+        self._clocked.decided_seconds += perf_counter() - started - self._asking
         return draft
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
-        started = perf_counter()
-        super().observe(verification, verdict)
-        self._clocked.decided_seconds += perf_counter() - started
+        started, before = perf_counter(), self._clocked.draft_seconds
+        AutoProposer.observe(self, verification, verdict)
+        self._clocked.decided_seconds += perf_counter() - started - (self._clocked.draft_seconds - before)
 
 
 class Bench:
