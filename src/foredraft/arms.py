@@ -27,6 +27,7 @@ def new_arms(costly: Sequence[bool], usual: Sequence[float]) -> NDArray[Any]:
     - `asked`, `watched`, `spent`: How often it did either, and seconds of both together.
     - `verified`, `accepted`: Nodes, each counted in part where several proposed it.
     - `foreseen`: Tokens of the text that it had right, whether or not they were verified.
+    - `idle`: Trials in a row that were of no use.
     - `records`: Tokens that were right, all tokens, and the round of the last; old ones fade. Of all rounds, then of
       those after it had 0, 1 or 2, 3 to 7, more tokens in a row right.
     """
@@ -48,5 +49,5 @@ def new_turns(arms: NDArray[Any]) -> NDArray[Any]:
       and then `reached` and `deepest`, the depths of its last right node and of its last node.
     """
     turns = np.zeros(len(arms), dtype=TURN)
-    turns["worth"], turns["learned"] = arms["worth"], -1.0
+    turns["worth"], turns["idle"], turns["learned"] = arms["worth"], arms["idle"], -1.0
     return turns

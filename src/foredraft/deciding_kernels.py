@@ -31,7 +31,7 @@ _RIGHT, _TOKENS, _AT = range(3)
 _RECORDS = ("records", "f8", (CONTEXTS, 3))
 
 ARM = np.dtype(
-    [(name, "i8") for name in ("costly", "asked", "watched", "foreseen")]
+    [(name, "i8") for name in ("costly", "asked", "watched", "foreseen", "idle")]
     + [(name, "f8") for name in ("usual", "asking", "watching", "worth", "spent", "verified", "accepted")]
     + [_RECORDS],
     align=True,
@@ -73,7 +73,7 @@ MOST_HELD = 1024  # nodes of which the text does not tell yet whether they came 
 
 _ASKS = 16.0  # over which a part's worth and its times are means
 _TRIAL_SHARE, _COSTLY_SHARE = 0.006, 0.01  # of a plain step that re-trying a part may take; one that runs a model
-_WATCH_SHARE = 0.003  # of a plain step that a part may learn in that is not asked
+_WATCH_SHARE = 0.001  # of a plain step that a part may learn in that is not asked
 _FIRST_VALUES = 4
 _TRIALS_ALIKE = 8  # useless trials after which they come half as often
 _RAREST = 4.0  # times as seldom as their cost alone would have it
@@ -195,6 +195,7 @@ def _trial(arm: Row, turn: Row, plain: float, cost: float) -> bool:
     often = max(1.0, cost / ((_COSTLY_SHARE if arm.costly else _TRIAL_SHARE) * plain))
     turn.wait = round(often * min(_RAREST, 2.0 ** (turn.idle // _TRIALS_ALIKE))) - 1
     turn.idle += 1
+    arm.idle = turn.idle
     return True
 
 
@@ -231,7 +232,7 @@ def _note_worth(arm: Row, turn: Row, gained: float, rate: float) -> None:
     turn.worth += (gained - turn.worth) / min(_ASKS, turn.asks + 2.0)
     arm.worth += (gained - arm.worth) / (4.0 * _ASKS)
     if gained >= rate * _seconds(arm):
-        turn.idle = turn.wait = 0
+        arm.idle = turn.idle = turn.wait = 0
 
 
 @entry
