@@ -166,7 +166,7 @@ class AutoProposer(JointProposer):
         self._table = auto.controller.table(len(tokens))
         asked, size = self._following if self._begun else self._read(tokens), 0
         self._begun = False
-        if budget:
+        if budget > 0:
             most = min(budget, _LEAST_ASKED + round(2 * self._kept))
             for part in range(len(self._parts)):
                 if asked >> part & 1:
