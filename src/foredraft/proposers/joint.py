@@ -164,7 +164,8 @@ class AutoProposer(JointProposer):
         if alone:
             auto.controller.sequences = 1
         self._table = auto.controller.table(len(tokens))
-        asked, size = self._following if self._begun else self._read(tokens), 0
+        begun = self._begun and len(tokens) == self._length
+        asked, size = self._following if begun else self._read(tokens), 0
         self._begun = False
         if budget > 0:
             most = min(budget, _LEAST_ASKED + round(2 * self._kept))
