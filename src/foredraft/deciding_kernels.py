@@ -441,14 +441,6 @@ def _best_ratio(book: Row, seconds: Floats, scores: Floats, base: int, draft_sec
 
 
 @inner
-def _set_price(book: Row, seconds: Floats, base: int, count: int, rate: float) -> Any:
-    """What so many nodes cost beside `base` others, in tokens at a rate of so many a second."""
-    cost = rate * (seconds[base + count] - seconds[base] + count * book.node_seconds)
-    book.price = cost / count if count else 0.0
-    return cost
-
-
-@inner
 def _explored(book: Row, count: int, most: int) -> int:
     """Now and then a node more or less: of forwards that never happen nothing is learned about their cost."""
     book.drafting += count > 0
@@ -461,24 +453,30 @@ def _explored(book: Row, count: int, most: int) -> int:
 
 
 @inner
-def _count_round(book: Row, seconds: Floats, nodes: int, draft_seconds: float) -> None:
-    """Seconds as the curve has them, not as measured: a stalled round says nothing about the next one."""
-    fade = 1.0 - 1.0 / _ROUNDS
+def _decide(book: Row, seconds: Floats, scores: Floats, base: int, draft_seconds: float) -> tuple[int, float]:
+    """How many of the likeliest nodes are verified beside `base` others, and what those gain that pay.
+
+    Seconds are counted as the curve has them, not as measured: a stalled round says nothing about the next one.
+    """
+    count, rate = _best_ratio(book, seconds, scores, base, draft_seconds)
+    cost = rate * (seconds[base + count] - seconds[base] + count * book.node_seconds)
+    book.price = cost / count if count else 0.0
+    gain = _trust(book) * scores[:count].sum() - cost
+    count = _explored(book, count, len(scores))
+    fade, nodes = 1.0 - 1.0 / _ROUNDS, base + count
     book.tokens *= fade
     book.seconds = book.seconds * fade + seconds[nodes] + _after(book, nodes) + draft_seconds
+    return count, gain
 
 
 @entry
 def cut(books: Rows, seconds: Floats, drafted: Rows, draft_seconds: float) -> int:
     """How many nodes are worth verifying of the one draft of a round, which is counted; see `choose`."""
-    book, scores = books[0], np.empty(len(drafted))
-    book.sequences = 1
+    scores = np.empty(len(drafted))
     for i in range(len(drafted)):
         scores[i] = drafted[i].score
-    count, rate = _best_ratio(book, seconds, scores, 0, draft_seconds)
-    _set_price(book, seconds, 0, count, rate)
-    count = _explored(book, count, len(drafted))
-    _count_round(book, seconds, count, draft_seconds)
+    books[0].sequences = 1
+    count, _ = _decide(books[0], seconds, scores, 0, draft_seconds)
     return count
 
 
@@ -506,16 +504,11 @@ def choose(books: Rows, seconds: Floats, scores: Floats, sizes: Ints, draft_seco
             whose[at] = draft
             at += 1
     order = _falling(scores)[: max(most - base, 0)]
-    offered = scores[order]
-    count, rate = _best_ratio(book, seconds, offered, base, draft_seconds)
-    cost = _set_price(book, seconds, base, count, rate)
-    gain = _trust(book) * offered[:count].sum() - cost
-    count = _explored(book, count, len(order))
+    count, gain = _decide(book, seconds, scores[order], base, draft_seconds)
     for draft in range(drafts):
         sizes[draft] = max(-sizes[draft], 0)
     for i in order[:count]:
         sizes[whose[i]] += 1
-    _count_round(book, seconds, base + count, draft_seconds)
     return gain
 
 

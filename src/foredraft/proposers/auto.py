@@ -105,7 +105,3 @@ class Auto(Joint):
         self.rounds += 1
         self.plain_rounds += not any(selected)
         return selected
-
-    def note_drafting(self, seconds: float) -> None:
-        """A part drafted or learned for so long."""
-        self.draft_seconds += seconds

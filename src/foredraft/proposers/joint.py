@@ -147,8 +147,8 @@ class AutoProposer(JointProposer):
         learning = [part for part, who in enumerate(parts) if type(who).observe is not Proposer.observe]
         self._learning = [(part, parts[part].watches) for part in learning]
         self._state = auto.arms, self._turns, auto.controller.book, *self._counts, self._nodes
-        self._asked = self._following = 0  # parts, as sets: in this round, and in the one that was begun by `observe`
-        self._begun = False
+        self._asked = 0  # parts, as a set
+        self._following: int | None = None  # those to ask in the round that `observe` has begun, if it has
         self._asking = self._deciding = 0.0  # seconds of the parts, and of what was made of their drafts
         self._length = 0  # of the text
         self._held = self._fresh = 0  # nodes of earlier drafts that may still come true; behind them the last one's
@@ -164,9 +164,9 @@ class AutoProposer(JointProposer):
         if alone:
             auto.controller.sequences = 1
         self._table = auto.controller.table(len(tokens))
-        begun = self._begun and len(tokens) == self._length
-        asked, size = self._following if begun else self._read(tokens), 0
-        self._begun = False
+        asked, self._following, size = self._following, None, 0
+        if asked is None or len(tokens) != self._length:
+            asked = self._read(tokens)
         if budget > 0:
             most = min(budget, _LEAST_ASKED + round(2 * self._kept))
             for part in range(len(self._parts)):
@@ -178,7 +178,7 @@ class AutoProposer(JointProposer):
                 if length:
                     self._ask(part, tokens, length)
                     size = self._join(max(most, length))
-        auto.note_drafting(self._asking)
+        auto.draft_seconds += self._asking
         if alone:
             size = auto.controller.cut(self._drafted[:size], self._table, auto.draft_seconds)
             auto.draft_seconds = 0.0
@@ -202,14 +202,14 @@ class AutoProposer(JointProposer):
             self._deciding,
             verification.accept_seconds,
         )
-        self._fresh, self._length, self._begun = 0, start + len(verdict.tokens), True
+        self._fresh, self._length = 0, start + len(verdict.tokens)
         self._kept = max(float(drafted), 0.9 * self._kept)
         for part, watches in self._learning:
             if (self._asked | (watching if watches else 0)) >> part & 1:
                 started = auto.clock()
                 self._parts[part].observe(verification, verdict)
                 self._learned[part] = seconds = auto.clock() - started
-                auto.note_drafting(seconds)
+                auto.draft_seconds += seconds
 
     def _read(self, tokens: Sequence[int]) -> int:
         """Begin a round with whatever the text has that was not read yet. Returns who is to be asked."""
