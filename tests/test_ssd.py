@@ -31,7 +31,7 @@ from foredraft.engine import Engine
 from foredraft.errors import InvalidInputError, UnsupportedError
 from foredraft.generation import Request
 from foredraft.loading import EngineChoice, Loader, check_memory, parse_drafter
-from foredraft.proof.ahead import ROUNDS, STEPS, Course, Rounds, ScriptedRace, distance, emitted_law
+from foredraft.proof.ahead import ROUNDS, STEPS, Course, Rounds, distance, emitted_law
 from foredraft.proof.controls import CONTROLS
 from foredraft.proof.toys import toy_model
 from foredraft.proof.verify import EXACT, enumerate_ahead, enumerate_control
@@ -49,26 +49,12 @@ from foredraft.randomness import DraftSource, KeyedSource, RandomSource, TorchSo
 from foredraft.sampling import Law, SamplingLaw
 from foredraft.trace import _foreseen
 from foredraft.types import Draft, Foresight, ForesightStats, SamplingParams, Verdict
-from tiny import BACKENDS, collect, complete, drafter_over, generate, rounds_of, tiny_llama
+from tiny import BACKENDS, Never, collect, complete, drafter_over, generate, rounds_of, tiny_llama, without_clock
 from tiny_heads import head_over
 
 PROMPTS = [[1, 2, 3], [40, 41] * 8, [9, 8, 7, 9, 8, 7]]
 FORKING = ("draft", "eagle3", "ngram", "suffix", "recycling", "hybrid")
 ALSO_FORKING = ("eagle", "mtp", "layer_skip", "self_quant")
-
-
-class Everything(Planner):
-    """Prepares for many outcomes, in as many steps as it takes."""
-
-    def plan(self, ends: Any, deepest: int, budget: int, model: bool) -> Plan:
-        return Plan(ends, 32, budget, 12, 1.0)
-
-
-class Never(Fallback):
-    """Looks nothing up."""
-
-    def cheap(self, verify_seconds: float) -> bool:
-        return False
 
 
 def inner_over(target: Backend, name: str) -> Drafter:
@@ -81,9 +67,7 @@ def inner_over(target: Backend, name: str) -> Drafter:
 
 def scripted(drafter: Drafter, steps: int = 99) -> Ssd:
     """It makes so many steps while the target verifies, neither more nor less."""
-    ssd = Ssd(drafter, race=lambda: ScriptedRace(steps), always=True)
-    ssd.planner, ssd.fallback = Everything(), Never()
-    return ssd
+    return without_clock(Ssd(drafter, always=True), steps)
 
 
 # What is prepared is what would be drafted
@@ -576,7 +560,7 @@ def test_a_step_that_would_mostly_come_too_late_is_not_begun() -> None:
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import os, signal, threading
+import os, signal, threading, time
 from tiny import BACKENDS, drafter_over, tiny_llama
 from foredraft.engine import Engine
 from foredraft.generation import Request
@@ -587,7 +571,11 @@ engine = Engine(target, Ssd(drafter_over(target, "draft"), always=True))
 events = engine.run([Request([1, 2, 3], SamplingParams(max_tokens=500))])
 next(events)
 if sys.argv[2] == "interrupt":
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    def interrupt():  # again, if need be: where C code asks for an attribute, Python loses what is raised
+        while True:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt, daemon=True).start()
     list(events)
 if sys.argv[2] == "raise":
     raise SystemExit(3)

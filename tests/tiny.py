@@ -20,10 +20,13 @@ from foredraft.backends.transformers import TransformersBackend
 from foredraft.costs import CostCurve, Costs
 from foredraft.engine import Engine
 from foredraft.generation import Request
+from foredraft.proof.ahead import ScriptedRace
 from foredraft.proposers.auto import DEFAULT_PARTS, Auto
 from foredraft.proposers.base import Drafter, Proposer
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.early_exit import EarlyExit
+from foredraft.proposers.foresight import Fallback, Planner
+from foredraft.proposers.forks import Plan
 from foredraft.proposers.hybrid import Hybrid
 from foredraft.proposers.layer_skip import LayerSkip
 from foredraft.proposers.lookahead import Lookahead
@@ -291,6 +294,26 @@ A draft model is as wrong as `noise` makes it; heads were trained for a moment."
 def drafter_over(target: Backend, name: str, noise: float = 0.1) -> Drafter | None:
     """A drafter by name; `none` is plain decoding."""
     return None if name == "none" else DRAFTER_MAKERS[name](target, noise)
+
+
+class Everything(Planner):
+    """Prepares for many outcomes, in as many steps as it takes."""
+
+    def plan(self, ends: Any, deepest: int, budget: int, model: bool) -> Plan:
+        return Plan(ends, 32, budget, 12, 1.0)
+
+
+class Never(Fallback):
+    """Looks nothing up."""
+
+    def cheap(self, verify_seconds: float) -> bool:
+        return False
+
+
+def without_clock(ssd: Ssd, steps: int = 99) -> Ssd:
+    """The same drafter, but it makes so many steps while the target verifies, whatever time these take."""
+    ssd.race, ssd.planner, ssd.fallback = ScriptedRace(steps), Everything(), Never()
+    return ssd
 
 
 def plain_chain(model: Any, ids: Sequence[int]) -> Tensor:
