@@ -23,7 +23,7 @@ from common import Question, arguments, load_questions
 from foredraft.api import Model
 from foredraft.costs import Costs
 from foredraft.loading import EngineChoice, Loader, parse_drafter
-from foredraft.proposers.auto import DEFAULT_PARTS, Auto
+from foredraft.proposers.auto import Auto
 from foredraft.proposers.base import Proposer, Verification
 from foredraft.proposers.joint import AutoProposer
 from foredraft.randomness import RandomSource
@@ -79,20 +79,16 @@ class Bench:
     def __init__(self, model: str, backend: str, threads: int | None) -> None:
         engine = EngineChoice(backend=backend, threads=threads if backend == "native" else None)
         self.loader = Loader(engine=engine)
-        self.target, self.tokenizer, files = self.loader.model(model)
-        self.costs = self.loader.costs(self.target, files)
+        self.target, self.tokenizer, self.files = self.loader.model(model)
+        self.costs = self.loader.costs(self.target, self.files)
 
     def model(self, setting: str) -> Model:
         """`none`, `auto`, or `DRAFTER K`."""
         name, _, tokens = setting.partition(" ")
-        choice = parse_drafter(name)
-        drafter = self.auto() if name == "auto" else self.loader.drafter(choice, self.target, self.tokenizer)
+        drafter = self.loader.drafter(parse_drafter(name), self.target, self.tokenizer, self.files)
+        if isinstance(drafter, Auto):
+            drafter = Clocked(drafter.parts, Costs.from_json(self.costs.to_json()), usual=True)  # as they were measured
         return Model(self.target, self.tokenizer, drafter, draft_tokens=int(tokens) if tokens else None)
-
-    def auto(self) -> Clocked:
-        """With the default parts, over a copy of the costs as they were measured."""
-        costs = Costs.from_json(self.costs.to_json())
-        return Clocked([part.for_target(self.target) for part in DEFAULT_PARTS], costs)
 
 
 def seconds_per_token(model: Model, question: Question, max_tokens: int) -> float:

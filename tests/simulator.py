@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -64,16 +65,18 @@ class Skill:
 
 
 class Planted(Drafter):
-    """Drafts a chain of the text's own tokens up to where it is planted to be wrong."""
+    """Drafts a chain of the text's own tokens up to where it is planted to be wrong.
+
+    A `model` is told how long to draft before it begins, a `head` stops by itself.
+    """
 
     draft_tokens = 8
     when_nothing_is_accepted = "planted so"
 
-    def __init__(
-        self, name: str, skills: Sequence[tuple[int, Skill]], step: float, clock: Clock, seed: int, *, model: bool
-    ) -> None:
+    def __init__(self, name: str, skills: Sequence[tuple[int, Skill]], step: float, clock: Clock, seed: int) -> None:
         self.name = self.usage = name
-        self.draws = Draws.ONE if model else Draws.POINT
+        self.head = "head" in name
+        self.draws = Draws.ONE if "model" in name else Draws.POINT
         self.step, self.clock = step, clock
         generator = random.Random(f"{name} {seed}")
         self.said: list[float] = []
@@ -83,6 +86,10 @@ class Planted(Drafter):
             self.said += [chance**skill.boast for chance in chances]
             self.right += [generator.random() < chance for chance in chances]
         self.scored = any(skill.scored for _, skill in skills)
+
+    @property
+    def runs_model(self) -> bool:
+        return self.head or self.draws is not Draws.POINT
 
     def proposer(self, law: Law, source: RandomSource) -> Proposer:
         return _PlantedProposer(self)
@@ -98,12 +105,21 @@ class Planted(Drafter):
 class _PlantedProposer(Proposer):
     def __init__(self, drafter: Planted) -> None:
         self._drafter = drafter
+        self.stops = drafter.head
+
+    def offer(self, tokens: Sequence[int], budget: int, nodes: Any, costs: Any, least: float = 0.0) -> int:
+        steps, path, said = 0, 1.0, self._drafter.said[len(tokens) :]
+        while steps < min(budget, 8, len(said)) and (steps == 0 or path >= least):
+            path *= said[steps]
+            steps += 1
+        return super().offer(tokens, steps if self.stops else budget, nodes, costs)
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         drafter, start = self._drafter, len(tokens)
         length = max(0, min(budget, len(drafter.right) - start))
+        self.forwards += length if drafter.runs_model else 0
         # A model takes its time for every token, a look-up once.
-        drafter.clock.now += drafter.step * (length if drafter.draws else 1)
+        drafter.clock.now += drafter.step * (length if drafter.runs_model else 1)
         run = drafter.run_from(start, length)
         drafted = [start + i if i < run else _WRONG + i for i in range(length)]
         scores, path = [], 1.0
@@ -196,7 +212,7 @@ def _chains(
     while position < total:
         chain = min(length(position), total - position - 1)
         accepted = part.run_from(position, chain)
-        drafting = part.step * (chain if part.draws else 1)
+        drafting = part.step * (chain if part.runs_model else 1)
         rounds.append(Round(accepted + 1, drafting + seconds(chain + 1), chain))
         position += accepted + 1
     return rounds

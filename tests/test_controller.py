@@ -11,19 +11,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft import deciding_kernels as kernels
 from foredraft.acceptance import RULES
+from foredraft.arms import new_arms, new_turns
 from foredraft.controller import Controller
 from foredraft.costs import CostCurve, Costs
-from foredraft.deciding_kernels import DRAFTED
+from foredraft.estimates import UNSCORED, Calibration
 from foredraft.metrics import slower_than_plain
 from foredraft.proof.enumeration import Propose, ancestral_law, drawn_chain, joint_law, total_variation
 from foredraft.proof.toys import drawn_tree, toy_model
+from foredraft.proposers.joint import State
 from foredraft.randomness import RandomSource
 from foredraft.tree import depths, first
 from foredraft.types import Draft, RoundStats
@@ -90,11 +92,16 @@ def test_no_other_nodes_have_a_better_ratio_whatever_the_shape_of_the_curve(draf
 @given(scored_trees(), steps)
 def test_a_draft_alone_is_cut_as_one_of_several(draft: Draft, extra: list[float]) -> None:
     draft, costs = falling(draft), curve(*itertools.accumulate(extra, initial=1.0))
-    rows = np.zeros(len(draft), dtype=DRAFTED)
-    rows["score"] = draft.scores
     together, alone = Controller(costs), Controller(costs)
+    turns = new_turns(new_arms([False], [UNSCORED]), [False])
+    state = State(None, turns, alone.book, None, Calibration(["a"]).counts, trees=True)
+    state.costs(alone.table(0).seconds)
+    rows = state.offers[0, : len(draft)]
+    rows["token"], rows["parent"], rows["score"] = draft.tokens, draft.parents, draft.scores
+    turns["offered"] = len(draft)
     for _ in range(3):
-        assert together.choose([draft], 0, 0.1).kept == [alone.cut(rows, alone.table(0), 0.1)]
+        size, *_ = kernels.join(state.record, 1, len(draft), 0, True, 0.1)
+        assert together.choose([draft], 0, 0.1).kept == [size]
     assert together.book == alone.book
 
 
@@ -252,6 +259,8 @@ TEXTS: dict[str, Parts] = {
         ("model", [Skill(0.2, 0.3)], 3 * MODEL),
     ],
     "a good model": [("lookup", [Skill(0.1, 1, 10)], LOOKUP), ("model", [Skill(0.8)], MODEL)],
+    "a good head": [("lookup", [Skill(0.1, 1, 10)], LOOKUP), ("head", [Skill(0.7, 0.4, 1, True)], MODEL)],
+    "a poor head": [("lookup", [Skill(0.3, 1, 10)], LOOKUP), ("head", [Skill(0.15, 0.2, 1, True)], 3 * MODEL)],
     "scores that boast": [("tree", [Skill(0.55, 0.5, 1, True, 0.5)], TREE), ("model", [Skill(0.7, 0.2)], MODEL)],
 }
 CHANGES: dict[str, Parts] = {
@@ -263,10 +272,7 @@ CHANGES: dict[str, Parts] = {
 
 
 def planted(parts: Parts, clock: Clock, seed: int) -> list[Planted]:
-    return [
-        Planted(name, [(TOKENS, skill) for skill in skills], step, clock, seed, model="model" in name)
-        for name, skills, step in parts
-    ]
+    return [Planted(name, [(TOKENS, skill) for skill in skills], step, clock, seed) for name, skills, step in parts]
 
 
 def best_static(drafters: Sequence[Planted], seconds: Callable[[int], float], first: int) -> tuple[float, str]:

@@ -17,11 +17,11 @@ from foredraft.arms import new_arms, new_turns
 from foredraft.controller import Controller
 from foredraft.costs import CostCurve, Costs
 from foredraft.estimates import UNSCORED, Calibration
-from foredraft.proposers.base import NO_SCORE, OFFER
+from foredraft.proposers.base import NO_SCORE
+from foredraft.proposers.joint import State
 from foredraft.types import Draft
 
 PARTS = ("a", "b", "c")
-NO_COUNTS = np.zeros((0, 1, 1, 2))
 TRIES = 8.0
 
 
@@ -109,43 +109,55 @@ def judged(nodes: list[Node], text: Sequence[int], workload: Any, request: Any) 
 class Compiled:
     """The arrays of one request, and drafts put into them."""
 
-    def __init__(self, parts: int = len(PARTS)) -> None:
-        self.arms = new_arms([False] * parts, [UNSCORED] * parts)
-        self.turns = new_turns(self.arms)
-        self.workload, self.request = (Calibration(PARTS[:parts]).counts for _ in range(2))
-        self.nodes = np.zeros(kernels.MOST_HELD + 64, dtype=kernels.NODE)
-        self.offers = np.zeros((parts, 64), dtype=OFFER)
+    def __init__(self, costly: Sequence[bool] = [False] * len(PARTS), stops: bool = False) -> None:
+        self.arms = new_arms(costly, [UNSCORED] * len(costly))
+        self.turns = new_turns(self.arms, [stops and each for each in costly])
+        names = PARTS[: len(costly)]
+        self.workload, self.request = (Calibration(names, at_times=any(costly)).counts for _ in range(2))
         self.book = Controller(Costs({1: CostCurve((1, 64), (0,), [[1.0, 1.0]])})).book
-        self.held = self.fresh = self.length = 0
+        self.state = State(self.arms, self.turns, self.book, self.workload, self.request, trees=True)
+        self.cost(1.0)
 
-    def begin(self, text: Sequence[int], plain: float = 1.0) -> int:
-        asked, self.held = kernels.begin(*self._state(text, plain))
-        self.length, self.fresh = self.length + len(text), 0
-        return asked
+    def cost(self, plain: float, row: float = 0.0) -> None:
+        """What forwards take."""
+        self.state.costs(np.array([plain + row * nodes for nodes in range(65)]))
 
-    def _state(self, text: Sequence[int], plain: float) -> tuple[Any, ...]:
-        records = self.arms, self.turns, self.book, self.workload, self.request
-        return *records, self.nodes, self.held, self.fresh, plain, self.length, np.array(text, dtype=np.int64)
+    @property
+    def held(self) -> int:
+        return int(self.state.record["held"][0])
 
-    def join(self, drafts: dict[int, Draft], budget: int = 64, trees: bool = True) -> list[tuple[Any, ...]]:
+    @property
+    def nodes(self) -> Any:
+        """Of the last tree."""
+        return self.state.nodes[self.held :][: int(self.state.record["fresh"][0])]
+
+    def begin(self, text: Sequence[int]) -> int:
+        return kernels.begin(self.state.record, np.array(text, dtype=np.int64))
+
+    def offer(self, drafts: dict[int, Draft]) -> int:
+        """Returns whose these are."""
+        self.turns["offered"] = 0
         for part, draft in drafts.items():
-            rows = self.offers[part, : len(draft)]
+            rows = self.state.offers[part, : len(draft)]
             rows["token"], rows["parent"], rows["score"] = draft.tokens, draft.parents, draft.scores or NO_SCORE
             self.turns["offered"][part] = len(draft)
-        drafted = np.zeros(budget, dtype=kernels.DRAFTED)
-        asked = sum(1 << part for part in drafts)
-        counts = self.workload, self.request
-        nodes = self.nodes[self.held :]
-        self.fresh, size = kernels.join(self.offers, self.turns, asked, *counts, nodes, self.length, drafted, trees)
-        return list(drafted[:size].tolist())
+        return sum(1 << part for part in drafts)
 
-    def advance(self, asked: int, took: float, gain: float) -> int:
+    def join(self, drafts: dict[int, Draft], budget: int = 64, trees: bool = True) -> list[tuple[Any, ...]]:
+        self.state.record["trees"] = trees
+        size, *_ = kernels.join(self.state.record, self.offer(drafts), budget, 0, False, 0.0)
+        return list(self.state.drafted[:size].tolist())
+
+    def whom(self, drafts: dict[int, Draft], most: int = 8) -> tuple[int, int, float]:
+        """Whose model should run beside these, for how many tokens, and where it should stop."""
+        _, part, length, least = kernels.join(self.state.record, self.offer(drafts), 64, most, False, 0.0)
+        return part, length, least
+
+    def advance(self, asked: int, took: float, gain: float, steps: int = 0) -> int:
         """A round in which one node was verified if that was a gain. Returns who is asked in the next."""
-        self.turns["took"] = took
-        drafted = np.zeros(1 if gain else 0, dtype=kernels.DRAFTED)
-        drafted["score"], drafted["who"] = gain, asked
-        arguments = *self._state([], 0.1), drafted, np.zeros(0, dtype=np.int64), asked, 0.0, 0.0
-        _, following, self.held = kernels.advance(*arguments)
+        self.turns["took"], self.turns["steps"] = took, steps
+        self.state.drafted[0]["score"], self.state.drafted[0]["who"] = gain, asked
+        _, following = kernels.advance(self.state.record, 0, int(gain > 0), 0, asked, 0.0, 0.0)
         return following
 
 
@@ -195,7 +207,7 @@ def test_without_trees_the_draft_is_the_best_child_of_the_best_child(offers: dic
     compiled, path, at = Compiled(), list[int](), -1
     compiled.begin([0])
     chain = compiled.join(offers, trees=False)
-    nodes = compiled.nodes[: compiled.fresh]
+    nodes = compiled.nodes
     while below := [i for i, node in enumerate(nodes) if node["parent"] == at]:
         at = max(below, key=lambda i: nodes[i]["score"])
         path.append(nodes[at]["token"])
@@ -215,7 +227,7 @@ def test_a_part_is_told_what_it_had_right_and_when_it_went_wrong() -> None:
 
 
 def test_what_finds_no_room_is_forgotten() -> None:
-    compiled = Compiled(1)
+    compiled = Compiled([False])
     compiled.begin([0])
     for _ in range(40):
         compiled.join({0: Draft.chain([5] * 60)})
@@ -246,7 +258,7 @@ def test_a_context_has_a_record_of_its_own_and_new_ones_begin_with_the_common_on
 
 
 def test_a_request_differs_from_its_workload_and_forgets() -> None:
-    compiled = Compiled(1)
+    compiled = Compiled([False])
     compiled.workload[1, :, 2] = 300.0, 300.0
     compiled.turns["chance"] = 0.6
 
@@ -266,7 +278,8 @@ def test_a_request_differs_from_its_workload_and_forgets() -> None:
 
 
 def asked_in(compiled: Compiled, rounds: int, took: float, gain: float) -> list[bool]:
-    found, asked = [], compiled.begin([0], plain=0.1)
+    compiled.cost(0.1)
+    found, asked = [], compiled.begin([0])
     for _ in range(rounds):
         found.append(bool(asked))
         asked = compiled.advance(asked, took, gain if asked else 0.0)
@@ -274,19 +287,94 @@ def asked_in(compiled: Compiled, rounds: int, took: float, gain: float) -> list[
 
 
 def test_what_is_left_aside_is_tried_again_at_a_bounded_cost_and_ever_less() -> None:
-    asked = asked_in(Compiled(1), 20_000, took=0.01, gain=0.0)
+    asked = asked_in(Compiled([False]), 20_000, took=0.01, gain=0.0)
     assert sum(asked[:50]) > 4  # it had its chance
     assert 0.01 * sum(asked[1000:]) / (0.1 * len(asked[1000:])) < 0.003  # of a plain step
     assert sum(asked[-2000:]) >= 3
 
 
 def test_what_pays_is_asked_every_round() -> None:
-    assert all(asked_in(Compiled(1), 100, took=0.01, gain=0.5))
+    assert all(asked_in(Compiled([False]), 100, took=0.01, gain=0.5))
 
 
 def test_one_interruption_does_not_make_a_part_slow() -> None:
-    compiled = Compiled(1)
+    compiled = Compiled([False])
+    compiled.cost(0.1)
     for seconds in [0.001] * 20 + [5.0]:
         compiled.advance(1, seconds, 0.5)
     assert compiled.arms["asking"][0] < 0.0012
     assert compiled.arms["spent"][0] == pytest.approx(5.02)
+
+
+# Whose model is run
+
+
+def drafting(compiled: Compiled, steps: Sequence[int], beginning: float = 0.1, step: float = 0.02) -> None:
+    """Rounds in which the first part, which runs a model, drafted with so many steps of it."""
+    for count in steps:
+        compiled.advance(1, beginning + count * step, 0.5, count)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_drafts_take_is_learned_by_least_squares(stops: bool) -> None:
+    compiled = Compiled([True], stops)
+    compiled.begin([0])
+    compiled.advance(1, 7.0, 0.0, 1)  # it had all of the text to catch up with
+    drafting(compiled, [1, 2, 3, 1, 4] * 8)
+    assert compiled.arms["beginning"][0] == pytest.approx(0.1)
+    assert compiled.arms["step"][0] == pytest.approx(0.02)
+    compiled.advance(1, 5.0, 0.0, 1)  # an interruption
+    assert compiled.arms["beginning"][0] + compiled.arms["step"][0] < 0.14
+    compiled.advance(0, 0.0, 0.0)
+    compiled.advance(1, 0.3, 0.0, 1)  # after a while there is more to catch up with
+    assert compiled.arms["beginning"][0] + compiled.arms["step"][0] < 0.14
+
+
+def test_drafts_that_were_compiled_meanwhile_are_forgotten() -> None:
+    compiled = Compiled([True])
+    compiled.begin([0])
+    for seconds in (9.0, 9.0, 8.0, 0.1):
+        compiled.advance(1, seconds, 0.0, 1)
+    assert compiled.arms["step"][0] == pytest.approx(0.1)
+
+
+def test_a_model_is_run_where_what_it_usually_gains_pays_and_the_others_leave_room() -> None:
+    compiled = Compiled([True, False], stops=True)
+    compiled.cost(1.0, row=0.1)
+    compiled.begin([0])
+    drafting(compiled, [1, 1, 2, 1])
+    sure, unsure = (Draft((5,), (-1,), scores=(score,)) for score in (0.95, 0.1))
+    compiled.arms["asked"] = 4
+    compiled.turns["worth"][0], compiled.turns["wait"] = 0.4, 1000
+    assert compiled.whom({1: unsure})[:2] == (0, 8)
+    assert compiled.whom({1: sure})[:2] == (-1, 0)
+    assert compiled.whom({})[:2] == (0, 8)
+    compiled.turns["worth"][0] = 0.05  # less than the draft costs
+    assert compiled.whom({})[:2] == (-1, 0)
+    compiled.turns["wait"] = 0
+    part, length, least = compiled.whom({})
+    assert (part, length, least) == (0, 1, math.inf)  # a trial takes one step
+
+
+def test_a_draft_goes_on_while_the_next_token_is_worth_its_step_and_its_row() -> None:
+    compiled = Compiled([True], stops=True)
+    compiled.begin([0])
+    drafting(compiled, [1, 1, 2, 1])
+    compiled.turns["worth"][0] = 0.9
+    compiled.cost(1.0, row=0.01)
+    *_, cheap = compiled.whom({})
+    compiled.cost(1.0, row=0.2)
+    *_, dear = compiled.whom({})
+    assert 0 < cheap < 0.1 < dear < 1
+
+
+def test_a_model_that_does_not_stop_by_itself_is_told_how_long_to_draft() -> None:
+    compiled = Compiled([True])
+    compiled.begin([0])
+    drafting(compiled, [1, 2, 2, 1])
+    compiled.cost(1.0, row=0.02)
+    lengths = []
+    for chance in (0.2, 0.6, 0.9):
+        compiled.turns["chance"], compiled.turns["wait"] = chance, 1000
+        lengths.append(compiled.whom({})[1])
+    assert 0 <= lengths[0] < lengths[1] < lengths[2] <= 8

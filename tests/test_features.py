@@ -82,6 +82,20 @@ def test_features_of_several_sequences_in_one_forward(pair: tuple[torch.nn.Modul
         assert (found[:, 0] - states_of(model, text)[:, 2]).abs().max() < 1e-4
 
 
+def test_a_reader_of_the_last_tokens_gets_these(pair: tuple[torch.nn.Module, Backend]) -> None:
+    model, backend = pair
+    cache, text = backend.new_cache(), [1, 2, 3, 4, 5, 6, 7, 8]
+    reader = cache.keep_features([2], 3)
+    backend.prefill(cache, text[:1])
+    assert reader.take()[0] == 0
+    for part in (text[1:3], text[3:4], text[4:]):
+        backend.prefill(cache, part)
+    start, found = reader.take()
+    assert start == 5 and found is not None
+    assert (found[:, 0] - states_of(model, text)[5:, 2]).abs().max() < 1e-4
+    assert reader.take() == (8, None)
+
+
 def test_an_early_exit_before_does_not_take_layers_away(pair: tuple[torch.nn.Module, Backend]) -> None:
     model, backend = pair
     cache = backend.new_cache()

@@ -33,6 +33,7 @@ from foredraft.heads.recurrent import RecurrentHead
 from foredraft.proof.enumeration import ancestral_law
 from foredraft.proof.statistics import g_test
 from foredraft.proposers import DRAFTERS
+from foredraft.proposers.auto import Auto
 from foredraft.proposers.base import Drafter, Proposer
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.eagle import ChainProposer, RecurrentDrafter
@@ -61,10 +62,13 @@ AHEAD: dict[str, type[Drafter]] = {
 }
 """Drafters that are asked while the target verifies."""
 
-KINDS: dict[str, type[Drafter]] = {**DRAFTERS, **HEAD_DRAFTERS, **AHEAD}
-"""What drafts in each row: the drafters of the registry, one with every kind of head, and some asked ahead of time."""
+WITH_A_HEAD = "auto:suffix+eagle3"
 
-EITHER_WAY = ("auto", "ssd:eagle3", *HEAD_DRAFTERS)
+KINDS: dict[str, type[Drafter]] = {**DRAFTERS, **HEAD_DRAFTERS, **AHEAD, WITH_A_HEAD: Auto}
+"""What drafts in each row: the drafters of the registry, one with every kind of head, some asked ahead of time, and the
+one that decides with a head among its parts."""
+
+EITHER_WAY = ("auto", WITH_A_HEAD, "ssd:eagle3", *HEAD_DRAFTERS)
 """They draft chains where there must be no trees."""
 
 Row = tuple[str, str, str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,12 @@ from foredraft.heads.native_run import NativeRun
 from foredraft.heads.recurrent import Eagle3Head, Eagle3Norms, EagleHead, RecurrentHead, SequentialMTPHead
 from foredraft.heads.running import HeadCache, HeadRun
 from foredraft.heads.runs import runs_of
+from foredraft.proposers.base import OFFER
 from foredraft.proposers.eagle import RecurrentDrafter
-from foredraft.proposers.head_kernels import largest
+from foredraft.proposers.head_trees import DEEPEST
+from foredraft.randomness import KeyedSource, RandomSource, TorchSource
+from foredraft.ranking_kernels import largest
+from foredraft.sampling import SamplingLaw
 from foredraft.types import Draft, SamplingParams
 from tiny import tiny_llama
 
@@ -116,7 +120,7 @@ def test_16_bits_are_those_of_the_rounded_weights(kind: str) -> None:
         for weight in rounded.parameters():
             if weight.ndim == 2:
                 weight.copy_(weight.bfloat16())
-    own, layers = runs_of(head, target)(), len(head.feature_layers)
+    own, layers = runs_of(head, target, "bf16")(), len(head.feature_layers)
     found = rounds(own, shape.hidden, layers, 2)
     for ours, theirs in zip(found, rounds(HeadCache(rounded, target), shape.hidden, layers, 2), strict=True):
         assert (ours - theirs).abs().max() < 1e-4 * max(1.0, float(theirs.abs().max()))
@@ -145,6 +149,70 @@ class TorchHead(RecurrentDrafter):
     def __init__(self, head: RecurrentHead, target: NativeBackend) -> None:
         super().__init__(head, target, "f32")
         self.new_run = lambda: HeadCache(head, target)
+
+
+SOURCES: dict[str, tuple[float, Callable[[], RandomSource]]] = {
+    "greedy": (0.0, lambda: KeyedSource(5)),
+    "the target's noise": (0.7, lambda: KeyedSource(5)),
+    "coins": (0.7, lambda: TorchSource(torch.Generator())),
+}
+
+
+def offers(drafter: RecurrentDrafter, target: NativeBackend, source: str) -> list[Any]:
+    """Nodes that it offers, and the steps taken, of a text that grows: with any room, until paths become unlikely."""
+    dice, draw = random.Random(3), torch.Generator().manual_seed(3)
+    temperature, begin = SOURCES[source]
+    law = SamplingLaw(SamplingParams(temperature=temperature), prompt_length=1, stop_tokens=())
+    proposer, cache, tokens, found = drafter.proposer(law, begin()), target.new_cache(), [0], []
+    proposer.attach(cache)
+    for count, room, least in ((1, 32, 1e-9), (5, 7, 1e-9), (300, 32, 1.5), (2, 32, 0.2), (17, 1, 1e-9), (1, 32, 0.01)):
+        shape = count, len(drafter.head.feature_layers), drafter.head.shape.hidden
+        cache.features[0].append(torch.randn(shape, generator=draw))
+        tokens += [dice.randrange(VOCABULARY) for _ in range(count)]
+        nodes, before = np.zeros(room, dtype=OFFER), proposer.forwards
+        size = proposer.offer(tokens, room, nodes, np.zeros(1 + room), least)
+        found.append((nodes[:size], proposer.forwards - before))
+    return found
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_path_in_one_call_is_the_path_step_by_step(kind: str, shape: str, threads: int, source: str) -> None:
+    target, head = target_of(SHAPES[shape].hidden, threads), made(kind, SHAPES[shape])
+    own, other = RecurrentDrafter(head, target, "f32"), TorchHead(head, target)
+    steps = set()
+    for (ours, taken), (theirs, wanted) in zip(offers(own, target, source), offers(other, target, source), strict=True):
+        assert taken == wanted
+        assert ours["score"] == pytest.approx(theirs["score"], abs=1e-4)
+        likely = ours["score"] > 1e-4  # of others, which are as good as impossible, any may come first
+        assert ours[likely][["token", "parent"]].tolist() == theirs[likely][["token", "parent"]].tolist()
+        steps.add(taken)
+    assert {1, 3, DEEPEST} <= steps  # of seven nodes the third level is the last
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_after_a_while_without_drafts_only_the_last_tokens_are_read(native: bool) -> None:
+    """As by one that has never seen more; and what comes in pieces is read as a whole."""
+    target, head = target_of(32), made("eagle3", SHAPES["whole blocks"])
+    draw = torch.Generator().manual_seed(1)
+    rows, tokens = torch.randn(200, 3, 32, generator=draw), [i * 7 % VOCABULARY for i in range(201)]
+    found = []
+    for pieces in ([(0, 10), (10, 90), (90, 170), (170, 200)], [(200 - 32, 200)]):
+        drafter = RecurrentDrafter(head, target, "f32") if native else TorchHead(head, target)
+        drafter.at_times()
+        proposer = drafter.proposer(SamplingLaw(SamplingParams(), prompt_length=1, stop_tokens=()), KeyedSource(0))
+        cache, nodes = target.new_cache(), np.zeros(16, dtype=OFFER)
+        cache.committed = pieces[0][0]
+        proposer.attach(cache)
+        for start, end in pieces:
+            cache.features[0].append(rows[start:end])
+            if end in (10, 200):
+                size = proposer.offer(tokens[: 1 + end], 16, nodes, np.zeros(17), 1e-9)
+        found.append((nodes[:size]["token"].tolist(), nodes[:size]["score"]))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-5)
 
 
 def drafts(target: NativeBackend, drafter: RecurrentDrafter, params: SamplingParams, rule: str | None) -> list[Draft]:
@@ -194,7 +262,7 @@ def test_the_largest_numbers_are_those_of_a_stable_sort(kind: type) -> None:
 def test_what_a_copy_of_the_head_takes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     shape = BlockShape(hidden=320, heads=4, kv_heads=4, head_dim=80, mlp=1024)
     with caplog.at_level(logging.INFO, logger="foredraft"):
-        RecurrentDrafter(made("eagle3", shape), target_of(320))
+        RecurrentDrafter(made("eagle3", shape), target_of(320), "bf16")
     # In 2 bytes each: fc 320 x 960; q, k, v 3 x 384 x 640 with each head padded to 96; o 320 x 384; MLP 3 x 320 x 1024;
     # 36 x 320 for the tokens
     assert "4.3 MB in bf16" in caplog.text

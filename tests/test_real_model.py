@@ -15,6 +15,7 @@ import foredraft
 from foredraft.api import Model
 from foredraft.backends.base import Query
 from foredraft.loading import Loader
+from foredraft.proposers.auto import Auto
 from foredraft.types import Draft, FinishEvent, SamplingParams, TokenEvent
 from tiny import plain_chain
 
@@ -275,6 +276,19 @@ def test_the_bundled_head_drafts_for_its_model(native: Model) -> None:
             assert answer.ids == native.plain().generate(prompt, params).ids
             tokens, forwards = tokens + answer.stats.tokens, forwards + answer.stats.target_forwards
     assert tokens > 1.2 * forwards
+
+
+def test_auto_has_the_head_that_comes_with_the_model() -> None:
+    """It drafts of itself, and as seldom as its trials where its drafts do not pay; the text stays the model's."""
+    model = foredraft.load("smollm2-135m", backend="native")
+    assert model.drafter is not None and model.drafter.name == "auto"
+    assert isinstance(model.drafter, Auto)
+    assert [part.name for part in model.drafter.parts] == ["suffix", "recycling", "eagle3"]
+    for prompt in PROMPTS:
+        for params in (PARAMS, SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=3)):
+            answer = model.generate(prompt, params)
+            assert answer.ids == model.plain().generate(prompt, params).ids
+    assert model.drafter.arms["asked"][2] > 0
 
 
 def test_the_bundled_head_drafts_in_transformers(model: Model, target: Any, plain: list[Plain]) -> None:

@@ -260,7 +260,7 @@ def cheap_rows() -> Costs:
 
 def auto_over(target: Backend, costs: Costs | None = None) -> Auto:
     """`auto` with its default parts, over costs that are planted: what is measured would make tests differ."""
-    return Auto([part.for_target(target) for part in DEFAULT_PARTS], costs or cheap_rows())
+    return Auto([part.for_target(target) for part in DEFAULT_PARTS], costs or cheap_rows(), usual=True)
 
 
 DRAFTER_MAKERS: dict[str, Callable[[Backend, float], Drafter]] = {
@@ -279,6 +279,9 @@ DRAFTER_MAKERS: dict[str, Callable[[Backend, float], Drafter]] = {
     "medusa": lambda target, noise: head_drafter(target, "medusa"),
     "mtp-independent": lambda target, noise: head_drafter(target, "mtp-independent"),
     "mtp-cascaded": lambda target, noise: head_drafter(target, "mtp-cascaded"),
+    "auto:suffix+eagle3": lambda target, noise: Auto(
+        [Suffix.for_target(target), head_drafter(target, "eagle3")], cheap_rows()
+    ),
     "ssd:draft": lambda target, noise: Ssd(_perturbed_draft(target, noise), always=True),
     "ssd:eagle3": lambda target, noise: Ssd(head_drafter(target, "eagle3"), always=True),
     "ssd:suffix": lambda target, noise: Ssd(Suffix.for_target(target), always=True),

@@ -13,16 +13,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def inner(function: _Function) -> _Function:
     """Compiled for other compiled code alone: without the wrappers for Python, whose compilation takes long."""
     njit: Any = importlib.import_module("numba").njit  # numba has no type hints
-    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)  # type: ignore[no-any-return]
+    bare = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return njit(error_model="numpy", **bare)(function)  # type: ignore[no-any-return]
 
 
 def entry(function: _Function) -> _Function:
     """Compiled, and kept on disk where that is possible; a read-only or full disk costs only the next start's time."""
     njit: Any = importlib.import_module("numba").njit
     try:
-        kernel = njit(cache=True)(function)
+        kernel = njit(cache=True, error_model="numpy")(function)
     except RuntimeError:  # there is no folder to keep it in
-        return njit(function)  # type: ignore[no-any-return]
+        return njit(error_model="numpy")(function)  # type: ignore[no-any-return]
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:

@@ -6,16 +6,15 @@ Pure logic over figures: no model, no tokens. `proposers/auto.py` feeds it and d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foredraft import deciding_kernels as kernels
 from foredraft.costs import Costs, Floats
 from foredraft.types import Draft
 
-_TABLE_LASTS = 64  # rounds between two looks at the cost curve
+_TABLE_LASTS = 128  # rounds between two looks at the cost curve
 _CONTEXT_STEP = 256  # tokens of context, likewise
 _NODES = 64  # of a table at least
 
@@ -44,7 +43,7 @@ class Controller:
 
     Nodes that were *drawn* from a distribution q are never left out: whether a node is kept would depend on the token
     that was drawn, and then q is no longer the law it was drawn from, which bends the output. Of such drafts only the
-    length may be decided, before the draw (`draft_length`). Nodes without q, point masses, are functions of the
+    length may be decided, before the draw (`whom_to_run`). Nodes without q, point masses, are functions of the
     context: leaving out any of them keeps every rule exact.
 
     Args:
@@ -96,45 +95,11 @@ class Controller:
         self.book["tokens"] += len(others)  # that is what they get at least
         return Choice(kept[: len(drafts)].tolist(), gain)
 
-    def cut(self, drafted: NDArray[Any], table: Table, draft_seconds: float) -> int:
-        """`choose` where there is one draft alone, rows of `DRAFTED`: how many of its first nodes pay."""
+    def alone(self, context: int) -> Table:
+        """Begin a round with one draft, and count it; what forwards cost in it."""
         self._rounds += 1
-        kept: int = kernels.cut(self.book, table.seconds, drafted, draft_seconds)
-        return kept
-
-    def draft_length(
-        self, chances: Sequence[float], others: Sequence[tuple[float, int]], step: float, context: int
-    ) -> tuple[int, float]:
-        """How many tokens a drafter that runs a model should draft, decided before it draws any.
-
-        Args:
-            chances: For each depth the chance that its chain is right so far, from its record.
-            others: Path probability and depth of each node that is drafted already.
-            step: Seconds of drafting one token.
-            context: Tokens that are cached.
-
-        Returns:
-            The length and the tokens that it gains over what is there, costs paid; 0 and 0 if none pays.
-        """
-        rate, trust, accept = self.rate(context), self.trust, float(self.book["node_seconds"][0])
-        seconds = self.table(context, len(others) + len(chances)).seconds.tolist()
-        others = sorted(others, key=lambda other: -other[0])
-        base, most, sure = 0, 0.0, 0.0
-        for number, (score, _) in enumerate(others, start=1):
-            sure += trust * score - rate * (seconds[number] - seconds[number - 1] + accept)
-            if sure > most:
-                base, most = number, sure
-        covered = [0.0] * len(chances)
-        for score, depth in others[:base]:
-            if depth <= len(covered):
-                covered[depth - 1] += score
-        gain, best, length = 0.0, 0.0, 0
-        for number, (chance, other) in enumerate(zip(chances, covered, strict=True), start=1):
-            extra = seconds[base + number] - seconds[base + number - 1] + step + accept
-            gain += trust * max(chance - other, 0.0) - rate * extra
-            if gain > best:
-                best, length = gain, number
-        return length, best
+        self.sequences = 1
+        return self.table(context)
 
     @property
     def trust(self) -> float:

@@ -1,9 +1,11 @@
 """The compiled part of deciding: who drafts, what of it is worth verifying, and what is learned from what came of it.
 
 The weights push all else out of the caches with every forward, so each Python object that is looked at between two of
-them waits for memory. Hence a round is three calls over few arrays that live across rounds: `join` makes one tree of
-what the asked parts drafted, `cut` or `choose` says what of it is verified, `advance` learns from what came of it,
-reads the text that was emitted and says who is asked next. Before the first round `begin` does so.
+them waits for memory, an array that is handed over most of all. Hence a round is two or three calls over arrays that
+live across rounds, whose addresses lie in one (`STATE`): `join` makes one tree of what the asked parts drafted, and
+says whose model to run for more, in which case it is called again, or how much of the tree is verified (`choose` says
+it where other requests share the forward); `advance` learns from what came of it, reads the text that was emitted and
+says who is asked next. Before the first round `begin` does so.
 
 Sets of parts are numbers, bit p for part p. All that is compiled is in this one file, because numba renews what it
 kept on disk only when the file itself changes.
@@ -11,10 +13,13 @@ kept on disk only when the file itself changes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import exp, log2
 from typing import Any
 
+import numba
 import numpy as np
+from numba import extending, types
 from numpy.typing import NDArray
 
 from foredraft.compiled import entry, inner
@@ -29,17 +34,20 @@ Row = Any
 CONTEXTS = 5
 _RIGHT, _TOKENS, _AT = range(3)
 _RECORDS = ("records", "f8", (CONTEXTS, 3))
+# Sums over recent drafts of a part that runs a model: how many, their steps and seconds, squares and products of these.
+_DRAFTS, _STEPS, _SECONDS, _SQUARES, _PRODUCTS = range(5)
 
 ARM = np.dtype(
     [(name, "i8") for name in ("costly", "asked", "watched", "foreseen", "idle")]
     + [(name, "f8") for name in ("usual", "asking", "watching", "worth", "spent", "verified", "accepted")]
+    + [("drafts", "f8", (5,)), ("beginning", "f8"), ("step", "f8")]
     + [_RECORDS],
     align=True,
 )
 """A part across requests; `arms.py` documents the fields."""
 TURN = np.dtype(
-    [(name, "i8") for name in ("run", "idle", "wait", "rounds", "asks")]
-    + [(name, "f8") for name in ("worth", "chance", "took", "learned")]
+    [(name, "i8") for name in ("stops", "run", "idle", "wait", "rounds", "asks", "ran", "steps")]
+    + [(name, "f8") for name in ("worth", "chance", "open", "took", "learned")]
     + [(name, "i8") for name in ("context", "offered", "awaited", "reached", "deepest")]
     + [_RECORDS],
     align=True,
@@ -47,12 +55,13 @@ TURN = np.dtype(
 """A part within a request; `arms.py` documents the fields."""
 NODE = np.dtype(
     [(name, "i4") for name in ("token", "parent", "depth", "context")]
-    + [(name, "i8") for name in ("who", "at", "right")]
+    + [(name, "i8") for name in ("who", "set", "at", "right")]
     + [(name, "f8") for name in ("best", "prior", "score")],
     align=True,
 )
-"""A node of the joint tree: who drafted it, where in the text it would stand, whether it came true, the highest score
-that a part gave it, what to expect of it before anything was seen, and its calibrated path probability."""
+"""A node of the joint tree: who drafted it, and with what it counts, where in the text it would stand, whether it came
+true, the highest score that a part gave it, what to expect of it before anything was seen, and its calibrated path
+probability."""
 DRAFTED = np.dtype([("token", "i4"), ("parent", "i4"), ("score", "f8"), ("who", "i8"), ("best", "f8")], align=True)
 """A node as it is proposed."""
 BOOK = np.dtype(
@@ -63,14 +72,28 @@ BOOK = np.dtype(
 )
 """What the controller knows of recent rounds; `controller.py` documents the fields."""
 
+STATE = np.dtype(
+    [(name, "i8") for name in ("arms", "turns", "book", "workload", "request", "offers", "nodes", "drafted")]
+    + [(name, "i8") for name in ("seconds", "text", "path")]
+    + [(name, "i8") for name in ("parts", "sets", "room", "rows", "trees", "held", "fresh", "length")],
+    align=True,
+)
+"""Of one sequence, the addresses of arrays: `ARM` `[parts]` and `TURN` `[parts]`, `BOOK` `[1]`, tries of the workload
+(0: none) and of the request `[sets, CONTEXTS, BINS, 2]`, `OFFER` `[parts, room]`, `NODE` `[MOST_HELD + parts * room]`
+(`held` ones that may still come true, then `fresh` ones), `DRAFTED` `[room]`, seconds of forwards with 0, 1, … nodes
+`[rows]`, the tokens that a round emitted, and the path that it accepted. `trees` says whether drafts may branch,
+`length` how long the text is."""
+
 BINS = 24  # of a node's raw score, two for each halving
 _LEAST = 2.0 ** (-BINS / 2)  # what is below goes to the last bin
+_OFFER = np.dtype([("token", "i4"), ("parent", "i4"), ("score", "f8")], align=True)  # `proposers.base.OFFER`
 _UNSCORED = 0.6  # `estimates.UNSCORED`: what is imported, numba does not see change
 _PRIOR_TRIES = 8.0  # how many tries an estimate is worth before acceptances are seen
 _WORKLOAD_KEEPS, _REQUEST_KEEPS = 1.0 - 1.0 / 200.0, 1.0 - 1.0 / 45.0  # of older tries, at each new one
 _WRONG, _IS_RIGHT, _UNKNOWN = range(3)
 MOST_HELD = 1024  # nodes of which the text does not tell yet whether they came true
 
+_DRAFTS_KEEP = 1.0 - 1.0 / 64.0  # of older drafts' sums, at each new one
 _ASKS = 16.0  # over which a part's worth and its times are means
 _TRIAL_SHARE, _COSTLY_SHARE = 0.006, 0.01  # of a plain step that re-trying a part may take; one that runs a model
 _WATCH_SHARE = 0.001  # of a plain step that a part may learn in that is not asked
@@ -85,6 +108,63 @@ _FIRST = 3.0  # plain rounds that it begins with
 _PROMISED, _KEPT = 10.0, 8.0  # of these to begin with: the best of many estimates are flattering ones
 _LEAST_SHARE = 0.05  # of what follows a forward, for its nodes
 _EXPLORES_EVERY, _PLAIN_AMONG = 64, 6  # rounds that draft; one of so many of these is plain
+
+
+carray: Any = numba.carray  # type: ignore[attr-defined]
+intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any) -> Any:
+    """The address as a pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
+# What lies at the addresses of a `STATE`.
+
+
+@inner
+def _arms(state: Row) -> Any:
+    return carray(_pointer(state.arms), state.parts, ARM)
+
+
+@inner
+def _turns(state: Row) -> Any:
+    return carray(_pointer(state.turns), state.parts, TURN)
+
+
+@inner
+def _book(state: Row) -> Any:
+    return carray(_pointer(state.book), 1, BOOK)[0]
+
+
+@inner
+def _counts(state: Row, address: int) -> Any:
+    return carray(_pointer(address), (state.sets, CONTEXTS, BINS, 2), np.float64)
+
+
+@inner
+def _offers(state: Row) -> Any:
+    return carray(_pointer(state.offers), (state.parts, state.room), _OFFER)
+
+
+@inner
+def _nodes(state: Row) -> Any:
+    return carray(_pointer(state.nodes), MOST_HELD + state.parts * state.room, NODE)
+
+
+@inner
+def _drafted(state: Row, count: int) -> Any:
+    return carray(_pointer(state.drafted), count, DRAFTED)
+
+
+@inner
+def _forwards(state: Row) -> Any:
+    return carray(_pointer(state.seconds), state.rows, np.float64)
 
 
 # Estimates of nodes, from hits and tries `[sets of parts, contexts, bins, 2]`.
@@ -183,7 +263,7 @@ def _note_text(arm: Row, turn: Row, foreseen: int, missed: bool) -> None:
     _note_record(arm.records, context, foreseen, missed, turn.rounds)
     _note_record(turn.records, context, foreseen, missed, turn.rounds)
     turn.run = 0 if missed else turn.run + foreseen
-    if arm.costly and not missed:
+    if arm.costly and not turn.stops and not missed:
         turn.wait = 0  # if this was a trial, try again at once: a model is right by more than chance
 
 
@@ -219,6 +299,28 @@ def _note_asked(arm: Row, turn: Row) -> None:
 
 
 @inner
+def _note_run(arm: Row, turn: Row) -> None:
+    """Learn what a draft takes to begin and what each step of it takes, by least squares.
+
+    Only from drafts round by round: after a while there was more to catch up with. What is far too slow was
+    interrupted; if all before was, by the compiler perhaps, it is forgotten.
+    """
+    sums, steps, usual = arm.drafts, float(turn.steps), arm.beginning + turn.steps * arm.step
+    if turn.ran and turn.rounds == turn.ran + 1 and steps > 0.0:
+        seconds = min(turn.took, 3.0 * usual) if usual > 0.0 else turn.took
+        keep = _DRAFTS_KEEP if usual < 3.0 * seconds else 0.0
+        for i, value in enumerate((1.0, steps, seconds, steps * steps, steps * seconds)):
+            sums[i] = sums[i] * keep + value
+        mean, spread = sums[_STEPS] / sums[_DRAFTS], sums[_SQUARES] - sums[_STEPS] ** 2 / sums[_DRAFTS]
+        arm.step = most = sums[_SECONDS] / sums[_STEPS]
+        if spread > 0.1:  # else nothing tells the two apart: as for a draft model, all goes to the steps
+            slope = (sums[_PRODUCTS] - mean * sums[_SECONDS]) / spread
+            arm.step = min(max(slope, 0.0), most)
+        arm.beginning = (most - arm.step) * mean
+    turn.ran = turn.rounds
+
+
+@inner
 def _note_learned(arm: Row, turn: Row) -> None:
     arm.watched += 1
     arm.spent += turn.learned
@@ -228,17 +330,12 @@ def _note_learned(arm: Row, turn: Row) -> None:
 
 @inner
 def _note_worth(arm: Row, turn: Row, gained: float, rate: float) -> None:
+    """`worth` is what a part gains where the others leave all of the next token open."""
     turn.asks += 1
-    turn.worth += (gained - turn.worth) / min(_ASKS, turn.asks + 2.0)
-    arm.worth += (gained - arm.worth) / (4.0 * _ASKS)
+    turn.worth += (gained - turn.open * turn.worth) / min(_ASKS, turn.asks + 2.0)
+    arm.worth += (gained - turn.open * arm.worth) / (4.0 * _ASKS)
     if gained >= rate * _seconds(arm):
         arm.idle = turn.idle = turn.wait = 0
-
-
-@entry
-def trial(arms: Rows, turns: Rows, part: int, plain: float, cost: float) -> bool:
-    """Whether it is time to try again what does not pay at the moment."""
-    return _trial(arms[part], turns[part], plain, cost)
 
 
 # The round: reading what the text says about earlier drafts, and whom to ask.
@@ -257,8 +354,8 @@ def _judge(nodes: Rows, held: int, fresh: int, start: int, text: Ints, workload:
             right = _UNKNOWN if ahead >= len(text) else int(text[ahead] == node.token)
         node.right = right
         if right != _UNKNOWN:
-            _count(workload, _WORKLOAD_KEEPS, node.who, node.context, node.best, right == _IS_RIGHT)
-            _count(request, _REQUEST_KEEPS, node.who, node.context, node.best, right == _IS_RIGHT)
+            _count(workload, _WORKLOAD_KEEPS, node.set, node.context, node.best, right == _IS_RIGHT)
+            _count(request, _REQUEST_KEEPS, node.set, node.context, node.best, right == _IS_RIGHT)
 
 
 @inner
@@ -314,12 +411,10 @@ def _rate(book: Row, plain: float) -> Any:
 
 
 @inner
-def _begin(
-    arms: Rows, turns: Rows, book: Row, workload: Floats, request: Floats, nodes: Rows, held: int, fresh: int,
-    plain: float, start: int, text: Ints
-) -> tuple[int, int]:  # fmt: skip
-    _judge(nodes, held, fresh, start, text, workload, request)
-    _tell(arms, turns, nodes[held : held + fresh], len(text))
+def _begin(state: Row, arms: Rows, turns: Rows, book: Row, nodes: Rows, plain: float, text: Ints) -> int:
+    workload, request = _counts(state, state.workload), _counts(state, state.request)
+    _judge(nodes, state.held, state.fresh, state.length, text, workload, request)
+    _tell(arms, turns, nodes[state.held : state.held + state.fresh], len(text))
     rate, deciding, asked = _rate(book, plain), book.deciding / len(turns), 0
     for p in range(len(turns)):
         arm, turn = arms[p], turns[p]
@@ -329,52 +424,16 @@ def _begin(
         turn.chance = _share(turn.records, turn.context, _share(arm.records, turn.context, arm.usual))
         if not arm.costly and _due(arm, turn, rate, plain, deciding):
             asked |= 1 << p
-    return asked, _hold(nodes, held + fresh)
+    state.held, state.fresh = _hold(nodes, state.held + state.fresh), 0
+    state.length += len(text)
+    return asked
 
 
 @entry
-def begin(
-    arms: Rows, turns: Rows, books: Rows, workload: Floats, request: Floats, nodes: Rows, held: int, fresh: int,
-    plain: float, start: int, text: Ints
-) -> tuple[int, int]:  # fmt: skip
-    """Begin a round, with the text from `start` on as news.
-
-    Returns which parts to ask for a draft now, and how many nodes are held from now on.
-    """
-    return _begin(arms, turns, books[0], workload, request, nodes, held, fresh, plain, start, text)
-
-
-# One tree of several drafts.
-
-
-@inner
-def _merge(offers: Rows, turns: Rows, nodes: Rows, start: int) -> int:
-    """The union of what was offered by prefix, parents before children, earlier parts' nodes first."""
-    total = 0
-    place = np.empty(offers.shape[1], dtype=np.int64)
-    for p in range(len(turns)):
-        chance, context = turns[p].chance, turns[p].context
-        for i in range(turns[p].offered):
-            offer = offers[p, i]
-            parent = place[offer.parent] if offer.parent >= 0 else -1
-            at = 0
-            while at < total and (nodes[at].parent != parent or nodes[at].token != offer.token):
-                at += 1
-            place[i] = at
-            node = nodes[at]
-            if at == total:
-                total += 1
-                node.token, node.parent, node.context, node.who = offer.token, parent, context, 0
-                node.depth = nodes[parent].depth + 1 if parent >= 0 else 1
-                node.at = start + node.depth - 1
-                node.best = node.prior = 0.0
-            if node.who >> p & 1 == 0:
-                node.who |= 1 << p
-                node.context = max(node.context, context)
-                scored = offer.score >= 0.0
-                node.best = max(node.best, offer.score if scored else _UNSCORED**node.depth)
-                node.prior = max(node.prior, offer.score if scored else chance**node.depth)
-    return total
+def begin(states: Rows, text: Ints) -> int:
+    """Begin a round, with this text as news. Returns which parts to ask for a draft now."""
+    state = states[0]
+    return _begin(state, _arms(state), _turns(state), _book(state), _nodes(state), _forwards(state)[0], text)
 
 
 @inner
@@ -390,38 +449,63 @@ def _falling(scores: Floats) -> Ints:
     return order
 
 
-@entry
-def join(
-    offers: Rows, turns: Rows, asked: int, workload: Floats, request: Floats, nodes: Rows, start: int,
-    drafted: Rows, trees: bool
-) -> tuple[int, int]:  # fmt: skip
-    """Make one tree of the offers of the asked parts, in `nodes`, and of its likeliest nodes a draft, in `drafted`.
+# Whom to run a model for, and how long.
 
-    The likeliest come first, and parents before their children, as no path is likelier than its beginning. Without
-    `trees` it is the best child of the best child … Returns the nodes of the tree and of the draft.
-    """
-    total = _merge(offers, turns, nodes, start)
-    scores = np.empty(total)
-    for i in range(total):
-        node = nodes[i]
-        found = node.prior
-        if len(workload):
-            found = _moved(workload, node.who, node.context, node.best, found)
-        found = _moved(request, node.who, node.context, node.best, found)
-        scores[i] = node.score = min(nodes[node.parent].score if node.parent >= 0 else 1.0, found)
-    place = np.full(total, -1)
-    size, last = 0, -1
-    for i in _falling(scores):
-        node = nodes[i]
-        if size < len(drafted) and (trees or node.parent == last):
-            chosen = drafted[size]
-            chosen.token, chosen.score, chosen.who, chosen.best = node.token, node.score, node.who, node.best
-            chosen.parent = place[node.parent] if node.parent >= 0 else -1
-            place[i] = size
-            size, last = size + 1, i
-    for p in range(len(turns)):
-        turns[p].awaited = asked >> p & 1
-    return total, size
+
+@inner
+def _run_length(
+    arm: Row, turn: Row, book: Row, rate: float, seconds: Floats, base: int, covered: Floats
+) -> tuple[int, float]:
+    """How many tokens a part should draft beside the first `base` nodes, and what they gain."""
+    gain, best, length, chance, trust = -rate * arm.beginning, 0.0, 0, 1.0, _trust(book)
+    for number in range(1, min(len(covered), len(seconds) - 1 - base) + 1):
+        chance *= turn.chance
+        extra = seconds[base + number] - seconds[base + number - 1] + arm.step + book.node_seconds
+        gain += trust * max(chance - covered[number - 1], 0.0) - rate * extra
+        if gain > best:
+            best, length = gain, number
+    return length, best
+
+
+@inner
+def _whom_to_run(
+    arms: Rows, turns: Rows, book: Row, seconds: Floats, nodes: Rows, order: Ints, most: int
+) -> tuple[int, int, float]:
+    rate, trust = _rate(book, seconds[0]), _trust(book)
+    base, sure, highest = 0, 0.0, 0.0
+    for number in range(1, min(len(order), len(seconds) - 2) + 1):
+        extra = seconds[number] - seconds[number - 1] + book.node_seconds
+        sure += trust * nodes[order[number - 1]].score - rate * extra
+        if sure > highest:
+            base, highest = number, sure
+    covered = np.zeros(most)
+    for i in order[:base]:
+        if nodes[i].depth <= most:
+            covered[nodes[i].depth - 1] += nodes[i].score
+    part, length, best = -1, 0, 0.0
+    for p in range(len(arms)):
+        arm, turn = arms[p], turns[p]
+        if not arm.costly:
+            continue
+        if turn.stops:
+            turn.open = max(1.0 - covered[0], 0.0)
+            tokens, gain = most, turn.open * turn.worth - rate * (arm.beginning + arm.step)
+        else:
+            tokens, gain = _run_length(arm, turn, book, rate, seconds, base, covered)
+        if arm.asked == 0:
+            tokens = min(tokens, 1)
+        if gain > best:
+            part, length, best = p, tokens, gain
+        elif length == 0 and _trial(arm, turn, seconds[0], arm.beginning + arm.step):
+            part, length = p, 1
+    if length <= 1:
+        return part, length, np.inf
+    first, last = (
+        min(base + 1, len(seconds) - 1),
+        min(base + 4, len(seconds) - 1),
+    )  # the first may cost more than others
+    row = (seconds[last] - seconds[first]) / max(last - first, 1) + book.node_seconds
+    return part, length, rate * (arms[part].step + row) / (trust * _UNSCORED)
 
 
 # What of it is verified.
@@ -469,14 +553,14 @@ def _decide(book: Row, seconds: Floats, scores: Floats, base: int, draft_seconds
     return count, gain
 
 
-@entry
-def cut(books: Rows, seconds: Floats, drafted: Rows, draft_seconds: float) -> int:
+@inner
+def _cut(book: Row, seconds: Floats, drafted: Rows, draft_seconds: float) -> int:
     """How many nodes are worth verifying of the one draft of a round, which is counted; see `choose`."""
     scores = np.empty(len(drafted))
     for i in range(len(drafted)):
         scores[i] = drafted[i].score
-    books[0].sequences = 1
-    count, _ = _decide(books[0], seconds, scores, 0, draft_seconds)
+    book.sequences = 1
+    count, _ = _decide(book, seconds, scores, 0, draft_seconds)
     return count
 
 
@@ -510,6 +594,89 @@ def choose(books: Rows, seconds: Floats, scores: Floats, sizes: Ints, draft_seco
     for i in order[:count]:
         sizes[whose[i]] += 1
     return gain
+
+
+# One tree of several drafts.
+
+
+@inner
+def _merge(offers: Rows, turns: Rows, nodes: Rows, start: int) -> int:
+    """The union of what was offered by prefix, parents before children, earlier parts' nodes first."""
+    total = 0
+    place = np.empty(offers.shape[1], dtype=np.int64)
+    for p in range(len(turns)):
+        chance, context = turns[p].chance, turns[p].context
+        for i in range(turns[p].offered):
+            offer = offers[p, i]
+            parent = place[offer.parent] if offer.parent >= 0 else -1
+            at = 0
+            while at < total and (nodes[at].parent != parent or nodes[at].token != offer.token):
+                at += 1
+            place[i] = at
+            node = nodes[at]
+            if at == total:
+                total += 1
+                node.token, node.parent, node.context, node.who = offer.token, parent, context, 0
+                node.depth = nodes[parent].depth + 1 if parent >= 0 else 1
+                node.at = start + node.depth - 1
+                node.best = node.prior = 0.0
+            if node.who >> p & 1 == 0:
+                node.who |= 1 << p
+                node.context = max(node.context, context)
+                scored = offer.score >= 0.0
+                node.best = max(node.best, offer.score if scored else _UNSCORED**node.depth)
+                node.prior = max(node.prior, offer.score if scored else chance**node.depth)
+    return total
+
+
+@entry
+def join(
+    states: Rows, asked: int, budget: int, deepest: int, alone: bool, draft_seconds: float
+) -> tuple[int, int, int, float]:
+    """Make one tree of the offers of the asked parts, in the fresh nodes, and of its likeliest nodes a draft.
+
+    The likeliest come first, and parents before their children, as no path is likelier than its beginning. Without
+    trees it is the best child of the best child … Returns the nodes of the draft; and, if `deepest` is not 0, which
+    part should run its model for how many tokens at most beside that (-1 and 0 if none should), and the least path
+    probability below which it need not go on. If none should, and the draft is `alone` in its round, it is cut to
+    what pays.
+    """
+    state = states[0]
+    turns, nodes, drafted = _turns(state), _nodes(state)[state.held :], _drafted(state, budget)
+    total, beside = _merge(_offers(state), turns, nodes, state.length), 0
+    for p in range(len(turns)):
+        if asked >> p & 1 and turns[p].stops:
+            beside = 1 << len(turns)  # what a head left out is less likely than if it had not been asked
+    scores, request = np.empty(total), _counts(state, state.request)
+    for i in range(total):
+        node = nodes[i]
+        node.set, found = node.who + beside, node.prior
+        if state.workload:
+            found = _moved(_counts(state, state.workload), node.set, node.context, node.best, found)
+        found = _moved(request, node.set, node.context, node.best, found)
+        scores[i] = node.score = min(nodes[node.parent].score if node.parent >= 0 else 1.0, found)
+    place = np.full(total, -1)
+    size, last = 0, -1
+    order = _falling(scores)
+    for i in order:
+        node = nodes[i]
+        if size < len(drafted) and (state.trees or node.parent == last):
+            chosen = drafted[size]
+            chosen.token, chosen.score, chosen.who, chosen.best = node.token, node.score, node.who, node.best
+            chosen.parent = place[node.parent] if node.parent >= 0 else -1
+            place[i] = size
+            size, last = size + 1, i
+    state.fresh = total
+    for p in range(len(turns)):
+        turns[p].awaited = asked >> p & 1
+    part, length, least = -1, 0, 0.0
+    if deepest > 0 or alone:
+        book, seconds = _book(state), _forwards(state)
+        if deepest > 0:
+            part, length, least = _whom_to_run(_arms(state), turns, book, seconds, nodes, order, deepest)
+        if alone and length == 0:
+            size = _cut(book, seconds, drafted[:size], draft_seconds)
+    return size, part, length, least
 
 
 # What came of it.
@@ -595,6 +762,8 @@ def _settle(
             _note_learned(arm, turn)
         if asked >> p & 1:
             _note_asked(arm, turn)
+            if arm.costly:
+                _note_run(arm, turn)
             _note_worth(arm, turn, gains[p], running)
         elif turn.rounds % max(1, round(arm.watching / (_WATCH_SHARE * plain))) == 0:
             watching |= 1 << p
@@ -604,15 +773,16 @@ def _settle(
 
 @entry
 def advance(
-    arms: Rows, turns: Rows, books: Rows, workload: Floats, request: Floats, nodes: Rows, held: int, fresh: int,
-    plain: float, start: int, text: Ints, drafted: Rows, path: Ints, asked: int, deciding: float,
-    accept_seconds: float
-) -> tuple[int, int, int]:  # fmt: skip
-    """Learn from a round, and `begin` the next one with the `text` that it emitted.
+    states: Rows, emitted: int, drafted: int, accepted: int, asked: int, deciding: float, accept_seconds: float
+) -> tuple[int, int]:
+    """Learn from a round, and `begin` the next one with the tokens that it emitted.
 
-    `drafted` is what was verified, `deciding` what it took to join the asked parts' drafts. Returns first which parts
+    `drafted` nodes were verified, `deciding` is what it took to join the asked parts' drafts. Returns first which parts
     that only watched may learn, as seldom as takes a small share of a step.
     """
-    watching = _settle(arms, turns, books[0], plain, drafted, path, asked, len(text), deciding, accept_seconds)
-    following, held = _begin(arms, turns, books[0], workload, request, nodes, held, fresh, plain, start, text)
-    return watching, following, held
+    state = states[0]
+    arms, turns, book, nodes, plain = _arms(state), _turns(state), _book(state), _nodes(state), _forwards(state)[0]
+    text, path = (carray(_pointer(state.text), emitted, np.int64), carray(_pointer(state.path), accepted, np.int64))
+    verified = _drafted(state, drafted)
+    watching = _settle(arms, turns, book, plain, verified, path, asked, emitted, deciding, accept_seconds)
+    return watching, _begin(state, arms, turns, book, nodes, plain, text)

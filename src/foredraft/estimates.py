@@ -21,15 +21,19 @@ class Calibration:
 
     Args:
         names: Of the proposers; where several proposed a node, these count as a proposer of their own.
+        at_times: Whether some of them, which are often right, are asked in some rounds only. What they leave out when
+            they are asked is less likely than what the others proposed without them, and counts apart.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], *, at_times: bool = False) -> None:
         from foredraft.deciding_kernels import BINS, CONTEXTS  # numba takes a while, and not all need it
 
-        self.counts: NDArray[np.float64] = np.zeros((1 << len(names), CONTEXTS, BINS, 2))
-        """Hits and tries, by set of proposers (bit p for the p-th one), context (0 is all of them) and bin."""
-        self.whose = tuple("+".join(_members(names, who)) for who in range(len(self.counts)))
-        """What each set of proposers is called."""
+        self.counts: NDArray[np.float64] = np.zeros((1 << len(names) + at_times, CONTEXTS, BINS, 2))
+        """Hits and tries, by set of proposers (bit p for the p-th one; behind these one that says whether those were
+        asked who are at times), context (0 is all of them) and bin."""
+        sets = [_members(names, who) for who in range(1 << len(names))]
+        self.whose = tuple(map("+".join, sets)) + tuple("+".join([*who, "asked"]) for who in sets if at_times)
+        """What each of these is called."""
         self._others: dict[str, Any] = {}  # taken up, of proposers that are not here
 
     def arrays(self) -> dict[str, torch.Tensor]:

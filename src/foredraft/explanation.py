@@ -7,6 +7,7 @@ from typing import Any
 
 from foredraft.costs import CostCurve
 from foredraft.proposers.auto import Auto
+from foredraft.proposers.heads import HeadDrafter
 from foredraft.types import Stats
 
 _LONGEST = 16  # tokens of the chains that advice is about
@@ -119,10 +120,9 @@ def best_chain(curve: CostCurve, context: int, acceptance: float, step: float) -
 def _advice(auto: Auto, curve: CostCurve, context: int, now: float, backend: str) -> list[str]:
     found = []
     plain = curve.seconds(1, context)
-    candidates = (
-        ("A draft model of about a tenth of the size (auto:suffix+recycling+draft:REF)", 0.7, 0.15),
-        ("A drafting head trained for this model", 0.6, 0.05),
-    )
+    candidates = [("A draft model of about a tenth of the size (auto:suffix+recycling+draft:REF)", 0.7, 0.15)]
+    if not any(isinstance(part, HeadDrafter) for part in auto.parts):
+        candidates.append(("A drafting head trained for this model", 0.6, 0.05))
     for what, acceptance, share in candidates:
         rate, length = best_chain(curve, context, acceptance, share * plain)
         if length and rate > _WORTH_SAYING * now:

@@ -28,7 +28,7 @@ from foredraft.proposers.base import Drafter
 from foredraft.proposers.draft_model import DraftModel
 from foredraft.proposers.hybrid import Hybrid
 from foredraft.proposers.ssd import FORKING, Saguaro, Ssd
-from foredraft.proposers.trained import Trained
+from foredraft.proposers.trained import Eagle3, Trained
 from foredraft.proposers.translation import translation_between
 
 if TYPE_CHECKING:
@@ -296,9 +296,11 @@ class Loader:
             assert inner is not None
             return AHEAD[name](inner, threads=self._engine.draft_threads)
         if name in ("hybrid", "auto"):
-            choices = argument or [(part.name, "") for part in DEFAULT_PARTS]
+            choices = argument or _usual_parts(target, files)
             parts = [part for each in choices if (part := self.drafter(each, target, tokenizer, files)) is not None]
-            return Hybrid(parts) if name == "hybrid" else Auto(parts, self.costs(target, files))
+            if name == "hybrid":
+                return Hybrid(parts)
+            return Auto(parts, self.costs(target, files), usual=not argument)
         if issubclass(kind, Trained):
             return kind.for_target(target, argument, files, self._notify)
         if name != DraftModel.name:
@@ -318,6 +320,12 @@ class Loader:
                     "use a draft model with the target's vocabulary."
                 )
         return DraftModel(draft, target.vocab_size, stop_tokens(target, tokenizer), translation, target.device)
+
+
+def _usual_parts(target: Backend, files: ModelFiles | None) -> list[tuple[str, str]]:
+    """The parts of `auto` that nobody has to name: those that need nothing, and a head that comes with the model."""
+    head = target.capabilities.features and Eagle3.comes_with(files)
+    return [(part.name, "") for part in (*DEFAULT_PARTS, *((Eagle3,) if head else ()))]
 
 
 def stop_tokens(backend: Backend, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

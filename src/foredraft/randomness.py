@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -101,6 +102,10 @@ class KeyedSource:
     def coin(self, probability: float) -> bool:
         """Not available: a rule that flips coins is not a function of the position's noise."""
         raise NotImplementedError("position-keyed noise has no coins")
+
+    def keys(self, count: int) -> NDArray[np.uint64]:
+        """`[count]` what the noise at its position and at the next ones is made of."""
+        return np.array([_key(self._seed, self._position + i) for i in range(count)], dtype=np.uint64)
 
     def noise(self, tokens: Tensor) -> Tensor:
         """Gumbel noise of these tokens at its position, float64: what is likeliest with it added is drawn."""

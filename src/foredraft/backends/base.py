@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,10 @@ USE_INSTEAD = "Use 'suffix', 'recycling', 'ngram' or 'draft:REF'."
 """What drafts where a backend or a model cannot do what a drafter needs."""
 
 
+Rows = Any
+"""`[n, layers, H]`, as a backend has them: tensors, or arrays of float32."""
+
+
 class Features:
     """What some layers make of the tokens of one sequence, kept from commit to commit for a head that drafts from it.
 
@@ -26,36 +31,48 @@ class Features:
         layers: Counted as transformers counts `hidden_states`: 0 is the embedding, i what layer i gives out (from 1),
             the number of layers what the final norm gives out.
         start: Tokens that were committed before, whose features are lost.
+        most: So many of the last tokens are kept; `None` keeps all.
     """
 
-    def __init__(self, layers: Sequence[int], start: int) -> None:
+    def __init__(self, layers: Sequence[int], start: int, most: int | None = None) -> None:
         self.layers = tuple(layers)
         self.start = start
-        self._rows: list[Tensor] = []
-        self._pending: Tensor | None = None
+        self._most, self._held = most, 0
+        self._rows: list[Rows] = []
+        self._pending: Rows | None = None
 
-    def score(self, rows: Tensor) -> None:
+    def score(self, rows: Rows) -> None:
         """Rows `[N+1, layers, H]` of the root and the nodes of a forward, of which `commit` says what comes true."""
         self._pending = rows
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the root and the nodes of the path."""
         if self._pending is not None:
-            self.append(self._pending[[0, *(node + 1 for node in path)]])
+            chain = list(path) == list(range(len(path)))
+            self.append(self._pending[: 1 + len(path)] if chain else self._pending[[0, *(node + 1 for node in path)]])
         self._pending = None
 
-    def append(self, rows: Tensor) -> None:
+    def append(self, rows: Rows) -> None:
         """Rows `[n, layers, H]` of tokens that are certain."""
         self._rows.append(rows)
+        self._held += len(rows)
+        while self._most is not None and self._held - len(self._rows[0]) >= self._most:
+            self.start += len(self._rows[0])
+            self._held -= len(self._rows.pop(0))
 
     def take(self) -> tuple[int, Tensor | None]:
         """Where in the text the rows begin that came since the last call, and these rows `[n, layers, H]`, if any."""
-        start, rows = self.start, self._rows
-        self._rows = []
-        if not rows:
-            return start, None
-        self.start += sum(len(part) for part in rows)
-        return start, torch.cat(rows)
+        if not self._rows:
+            return self.start, None
+        pieces = self._rows
+        if isinstance(pieces[0], Tensor):
+            rows = torch.cat(pieces)
+        else:
+            rows = torch.from_numpy(np.ascontiguousarray(np.concatenate(pieces)))
+        end, self._rows, self._held = self.start + len(rows), [], 0
+        rows = rows if self._most is None else rows[-self._most :]
+        self.start = end
+        return end - len(rows), rows
 
 
 class KVCache(ABC):
@@ -69,21 +86,22 @@ class KVCache(ABC):
     def length(self) -> int:
         """Number of committed tokens."""
 
-    def keep_features(self, layers: Sequence[int]) -> Features:
-        """From now on, features of these layers for all tokens that are committed."""
-        features = Features(layers, self.length)
+    def keep_features(self, layers: Sequence[int], most: int | None = None) -> Features:
+        """From now on, features of these layers for all tokens that are committed; see `Features`."""
+        features = Features(layers, self.length, most)
         self.features.append(features)
         return features
 
     @property
-    def wanted_layers(self) -> list[int]:
+    def wanted_layers(self) -> tuple[int, ...]:
         """Layers that any of `features` has, in order."""
-        return sorted({layer for features in self.features for layer in features.layers})
+        return tuple(sorted({layer for features in self.features for layer in features.layers}))
 
-    def hand_out(self, layers: Sequence[int], states: Tensor, *, certain: bool) -> None:
+    def hand_out(self, layers: tuple[int, ...], states: Rows, *, certain: bool) -> None:
         """Give `states` `[n, layers, H]` of `wanted_layers` to all who asked; of certain tokens, or until a commit."""
         for features in self.features:
-            rows = states[:, [layers.index(layer) for layer in features.layers]]
+            same = features.layers == layers
+            rows = states if same else states[:, [layers.index(layer) for layer in features.layers]]
             (features.append if certain else features.score)(rows)
 
 

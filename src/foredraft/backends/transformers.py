@@ -321,7 +321,7 @@ class TransformersBackend(Backend):
         **shape: Any,
     ) -> Any:
         """Run a model or a part; where it says whether the tokens are `certain`, hand out its hidden states."""
-        layers = cache.wanted_layers if certain is not None else []
+        layers = cache.wanted_layers if certain is not None else ()
         wants = {"output_hidden_states": True} if layers else {}
         found = module(**what, use_cache=True, return_dict=True, **{self._cache_keyword: cache.kv}, **shape, **wants)
         if layers:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.backends.native.backend import NativeBackend
@@ -15,7 +17,7 @@ from foredraft.backends.native.team import Team
 from foredraft.backends.native.weights import Floats
 from foredraft.heads.packing import packed
 from foredraft.heads.recurrent import RecurrentHead
-from foredraft.heads.running import HeadRun
+from foredraft.heads.running import Growth, HeadRun
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +27,12 @@ class NativeRun(HeadRun):
 
     Args:
         head: Shared by all sequences.
-        vocabulary: Logits past so many are cut off; `None` keeps all.
+        ids: `[V_draft]` the target's ids of the columns of its logits; what is past them is cut off.
     """
 
-    def __init__(self, head: NativeHead, vocabulary: int | None) -> None:
+    def __init__(self, head: NativeHead, ids: NDArray[np.int64]) -> None:
         super().__init__()
-        self._head, self._vocabulary = head, vocabulary
+        self._head, self._ids = head, ids
         self._cache = head.new_cache()
         self._states: Floats = np.empty((0, 0), dtype=np.float32)
 
@@ -44,14 +46,21 @@ class NativeRun(HeadRun):
         self._paths = []
         self._states, logits = self._head.commit(self._cache, features.numpy(), tokens)
         self.committed = self._cache.committed
-        return torch.from_numpy(logits)[:, : self._vocabulary]
+        return torch.from_numpy(logits)[:, : len(self._ids)]
 
     def expand(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """See `HeadRun`."""
         above = self._states[[parent + 1 for parent in parents]]
         states, logits = self._head.expand(self._cache, above, tokens, *self._paths_to(parents))
         self._states = np.concatenate([self._states, states])
-        return torch.from_numpy(logits)[:, : self._vocabulary]
+        return torch.from_numpy(logits)[:, : len(self._ids)]
+
+    def path(self, features: Tensor, tokens: Sequence[int], growth: Growth, offers: NDArray[Any]) -> tuple[int, int]:
+        """See `HeadRun`."""
+        self._paths = []
+        found = self._head.path(self._cache, features.numpy(), tokens, self._ids, growth, offers)
+        self.committed = self._cache.committed
+        return found
 
 
 def native_runs(
@@ -62,5 +71,5 @@ def native_runs(
     logger.info("The copy of the head for the native engine takes %.1f MB in %s", weights.own_bytes / 1e6, form)
     team = target.team if threads is None else Team(threads)
     native = NativeHead(weights, team, target.kernels_folder)
-    vocabulary = target.vocab_size if head.lm_head is None else None
-    return lambda: NativeRun(native, vocabulary)
+    ids = np.arange(target.vocab_size) if head.draft_ids is None else head.draft_ids.numpy()
+    return lambda: NativeRun(native, ids)

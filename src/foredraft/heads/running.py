@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,6 +16,24 @@ from foredraft.backends.base import Backend
 from foredraft.heads.recurrent import RecurrentHead
 
 _FIRST_ROWS = 256
+
+
+class Growth(NamedTuple):
+    """How a path of likeliest tokens grows."""
+
+    width: int
+    """Tokens that are compared at each place."""
+    beside: int
+    """Of these so many are offered, that with which the path goes on among them."""
+    deepest: int
+    """Places, at most."""
+    least: float
+    """Below a node whose path has a lower probability nothing is looked for."""
+    temperature: float
+    """Logits are divided by it."""
+    keys: NDArray[np.uint64]
+    """`[deepest]` of the noise that the target will draw with (`KeyedSource.keys`), or `[0]`. With it tokens are
+    ranked, and chances are those of coming out on top of the ones that are compared."""
 
 
 class HeadRun(ABC):
@@ -57,6 +78,22 @@ class HeadRun(ABC):
         Returns:
             Logits `[n, V_draft]` of the tokens below the nodes.
         """
+
+    def path(
+        self, features: Tensor, tokens: Sequence[int], growth: Growth, offers: NDArray[Any]
+    ) -> tuple[int, int] | None:
+        """`commit`, and from there on by the likeliest token after the likeliest token, where that is one call.
+
+        Args:
+            features: See `commit`.
+            tokens: See `commit`.
+            growth: Where the path goes, and how far.
+            offers: Room for nodes, rows of `proposers.base.OFFER`.
+
+        Returns:
+            The nodes offered, and the steps taken; `None`, with nothing done, if it takes a call for each step.
+        """
+        return None
 
     def _paths_to(self, parents: Sequence[int]) -> tuple[list[list[int]], list[int]]:
         """`[n, deepest]` the nodes down to each new one, itself last and up to the end; and their depths `[n]`."""

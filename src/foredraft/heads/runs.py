@@ -11,7 +11,7 @@ from foredraft.heads.running import HeadCache, HeadRun
 
 
 def runs_of(
-    head: RecurrentHead, target: Backend, form: str = "bf16", threads: int | None = None
+    head: RecurrentHead, target: Backend, form: str = "q8_0", threads: int | None = None
 ) -> Callable[[], HeadRun]:
     """What begins a run of a head, one for each sequence.
 

@@ -42,6 +42,7 @@ class Auto(Joint):
         parts: The drafters, in the order in which equals are preferred.
         costs: What the target's forwards cost here. The engine refines them.
         clock: Seconds, for what drafting takes.
+        usual: Whether these are the parts that it has when nobody names any: then its name does not name them either.
 
     Raises:
         UnsupportedError: A part must be verified whole.
@@ -52,15 +53,24 @@ class Auto(Joint):
     draft_tokens = 32
     when_nothing_is_accepted = "none of its parts fits this text"
 
-    def __init__(self, parts: Sequence[Drafter], costs: Costs, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Drafter],
+        costs: Costs,
+        clock: Callable[[], float] = perf_counter,
+        *,
+        usual: bool = False,
+    ) -> None:
         if any(part.name == "lookahead" for part in parts):
             raise UnsupportedError(
                 "Drafter 'lookahead' cannot be a part of 'auto': its guesses must be verified whether or not they pay. "
                 "Use 'lookahead' alone or in a hybrid."
             )
-        super().__init__("auto", parts)
-        if [part.name for part in parts] == [kind.name for kind in DEFAULT_PARTS]:
+        super().__init__("auto", parts, at_times=any(part.runs_model for part in parts))
+        if usual:
             self.name = "auto"
+        for part in parts:
+            part.at_times()
         self.costs: Costs = costs
         self.clock = clock
         from foredraft.arms import new_arms
@@ -81,7 +91,8 @@ class Auto(Joint):
         """With the parts that need nothing, over costs that are measured now."""
         from foredraft.calibration import costs_for  # a second of forwards: nobody needs it who brings costs
 
-        return cls([part.for_target(target) for part in DEFAULT_PARTS], costs_for(target, None, Path()))
+        parts = [part.for_target(target) for part in DEFAULT_PARTS]
+        return cls(parts, costs_for(target, None, Path()), usual=True)
 
     def proposer(self, law: Law, source: RandomSource) -> AutoProposer:
         """A proposer with one of each part."""

@@ -49,6 +49,8 @@ class Proposer(ABC):
     """Forwards of a draft model so far."""
     watches: bool = False
     """Whether it learns from verifications of others' drafts too, in rounds in which it was not asked for one."""
+    stops: bool = False
+    """Whether what it offers, if it runs a model for it, ends by itself where going on would not pay."""
     foresight: Foresight | None = None
     """What it drafted during the last verification for after it, if it does such a thing."""
 
@@ -59,12 +61,14 @@ class Proposer(ABC):
         It is asked once a round; `budget` is 0 in the last one if a single token is left to emit.
         """
 
-    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
+    def offer(
+        self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64], least: float = 0.0
+    ) -> int:
         """`propose` for who joins drafts and verifies only what pays.
 
         The nodes go to the first of `nodes`, rows of `OFFER`. `costs` `[1 + budget]` are the seconds that so many nodes
-        add to a forward, in plain steps; of several drafts it may offer the one that is worth most at these. Returns
-        how many nodes it offers.
+        add to a forward, in plain steps; of several drafts it may offer the one that is worth most at these. Below
+        nodes whose path probability is less than `least` it need not run a model. Returns how many nodes it offers.
         """
         draft = self.propose(tokens, budget)
         if len(draft):
@@ -160,6 +164,9 @@ class Drafter(ABC):
 
     def apart(self, threads: int | None) -> None:  # noqa: B027  (most run no model)
         """Run what it runs by threads of its own, not by the target's: it will draft while the target verifies."""
+
+    def at_times(self) -> None:  # noqa: B027  (most have little to catch up with)
+        """It will be asked now and then only: what it then has to catch up with must not take long."""
 
     def save(self, folder: Path) -> None:  # noqa: B027  (most have nothing to keep)
         """Keep in a folder what was learned, in files that are named after the drafter and are whole or not there.

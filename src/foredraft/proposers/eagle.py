@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.backends.base import Backend
 from foredraft.heads.recurrent import RecurrentHead
+from foredraft.heads.running import Growth
 from foredraft.heads.runs import runs_of
-from foredraft.proposers.base import Proposer
+from foredraft.proposers.base import OFFER, Proposer
 from foredraft.proposers.forks import Fork, Outcome, Plan
 from foredraft.proposers.growing import Branch, ChainBranch, ModelFork
-from foredraft.proposers.head_trees import DEEPEST, WIDTH, Candidate, TreeBranch, likeliest_nodes
+from foredraft.proposers.head_trees import BESIDE, DEEPEST, WIDTH, Candidate, TreeBranch, likeliest_nodes
 from foredraft.proposers.heads import HeadDrafter, HeadProposer, require_features
-from foredraft.randomness import RandomSource
+from foredraft.randomness import KeyedSource, RandomSource
 from foredraft.sampling import Law
 from foredraft.tree import depths
 from foredraft.types import Draft
+
+_NO_KEYS = np.zeros(0, dtype=np.uint64)
 
 
 class RecurrentDrafter(HeadDrafter):
@@ -42,7 +48,7 @@ class RecurrentDrafter(HeadDrafter):
     head: RecurrentHead
     forks = True
 
-    def __init__(self, head: RecurrentHead, target: Backend, form: str = "bf16") -> None:
+    def __init__(self, head: RecurrentHead, target: Backend, form: str = "q8_0") -> None:
         require_features(target, head.kind)
         self.name = self.usage = head.kind
         self.head = head.eval()
@@ -54,6 +60,12 @@ class RecurrentDrafter(HeadDrafter):
         """See `Drafter`; `None` takes one."""
         self.new_run = runs_of(self.head, self.target, self._form, threads or 1)
 
+    def at_times(self) -> None:
+        """See `Drafter`. What must be compiled for it is compiled now."""
+        super().at_times()
+        features = torch.zeros(1, len(self.head.feature_layers), self.head.shape.hidden)
+        self.new_run().path(features, [0], Growth(1, 1, 1, 1.0, 1.0, _NO_KEYS), np.zeros(1, dtype=OFFER))
+
     def proposer(self, law: Law, source: RandomSource) -> Proposer:
         """A proposer with an empty cache."""
         return TreeProposer(self, law, source) if self.trees else ChainProposer(self, law, source)
@@ -64,7 +76,9 @@ class _RecurrentProposer(HeadProposer):
 
     def __init__(self, drafter: RecurrentDrafter, law: Law, source: RandomSource) -> None:
         super().__init__(drafter, law, source)
+        self._drafter = drafter
         self._run = drafter.new_run()
+        self._next: int | None = None  # token whose features the run has not read
         self._places: list[int | None] = []  # [N+1] of the last draft's root and nodes in the run; none: no draft
         self._known: list[Tensor | list[int] | None] = []  # [N+1] what the head said after each
         self._position = 0  # of the token after that root
@@ -117,16 +131,31 @@ class _RecurrentProposer(HeadProposer):
 
     def _catch_up(self, tokens: Sequence[int]) -> Tensor | None:
         """Read what was committed since the last draft; logits `[1, V_draft]` after the last token, if any."""
-        self._places, self._known, self._position = [], [], len(tokens)
-        start, rows = self._take_features()
+        rows, fresh = self._news(tokens)
         if rows is None:
             return None
         self.forwards += 1
-        return self._run.commit(rows, tokens[start + 1 : start + 1 + len(rows)])
+        return self._run.commit(rows, fresh)
+
+    def _news(self, tokens: Sequence[int]) -> tuple[Tensor | None, Sequence[int]]:
+        """The features of what was committed since the last draft, and the tokens after each; and there is no draft.
+
+        Where some have been forgotten meanwhile the run begins anew behind them.
+        """
+        self._places, self._known, self._position = [], [], len(tokens)
+        start, rows = self._take_features()
+        if rows is None:
+            return None, ()
+        if self._next is not None and start != self._next:
+            self._run = self._drafter.new_run()
+        self._next = start + len(rows)
+        return rows, tokens[start + 1 : start + 1 + len(rows)]
 
 
 class TreeProposer(_RecurrentProposer):
     """Point-mass trees."""
+
+    stops = True
 
     @torch.inference_mode()
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
@@ -148,6 +177,45 @@ class TreeProposer(_RecurrentProposer):
             found += self._children(logits, chosen, [found[i].score for i in chosen], depth + 1, len(tokens) + depth)
             fresh = list(range(first, len(found)))
         return self._note(found, place, budget)
+
+    def offer(
+        self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64], least: float = 0.0
+    ) -> int:
+        """Where steps cost something, the likeliest path, and beside each of its nodes what was likely there, too."""
+        if not least:
+            return super().offer(tokens, budget, nodes, costs)
+        rows, fresh = self._news(tokens) if budget else (None, ())
+        if rows is None:
+            return 0
+        growth, room = Growth(WIDTH, BESIDE, DEEPEST, least, *self._ranking(len(tokens))), nodes[:budget]
+        found = self._run.path(rows, fresh, growth, room)
+        if found is None:
+            found = self._grow_path(self._run.commit(rows, fresh), len(tokens), least, room)
+        count, steps = found
+        self.forwards += steps
+        return count
+
+    def _ranking(self, position: int) -> tuple[float, NDArray[np.uint64]]:
+        """By what tokens are ranked from a position on: see `Growth`."""
+        if self._law.greedy:
+            return 1.0, _NO_KEYS
+        source = self._source.at(position)
+        keys = source.keys(DEEPEST) if isinstance(source, KeyedSource) else _NO_KEYS
+        return float(getattr(self._law, "temperature", 1.0)), keys
+
+    @torch.inference_mode()
+    def _grow_path(self, logits: Tensor, position: int, least: float, nodes: NDArray[Any]) -> tuple[int, int]:
+        """What `HeadRun.path` does, a step at a time."""
+        count, depth, end, above = 0, 0, -1, 1.0
+        while True:
+            [named], [chances] = self._likeliest_tokens(logits, position + depth, WIDTH)
+            offers = [(token, end, above * chance) for token, chance in zip(named[:BESIDE], chances, strict=False)]
+            first, count, depth = count, min(count + len(offers), len(nodes)), depth + 1
+            nodes[first:count] = offers[: count - first]
+            end, above = first, above * chances[0]
+            if count == len(nodes) or depth == DEEPEST or above < least:
+                return count, depth
+            logits = self._run.expand([depth - 2], named[:1])
 
     def _rank(self, logits: Tensor, history: Sequence[int]) -> list[int]:
         return self._likeliest_tokens(logits, len(history), WIDTH)[0][0]

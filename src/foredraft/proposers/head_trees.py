@@ -15,6 +15,8 @@ from foredraft.types import Draft
 WIDTH = 8
 """Nodes that are expanded at each level, and children that each gets (EAGLE-2 has 10)."""
 DEEPEST = 8
+BESIDE = 3
+"""Children that each node of a path gets, the one that the path goes on with among them."""
 
 
 class Candidate(NamedTuple):

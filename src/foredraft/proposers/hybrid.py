@@ -18,19 +18,20 @@ class Joint(Drafter):
     Args:
         kind: What it is called without its parts; its file is named so.
         parts: The drafters, in the order in which equals are preferred.
+        at_times: Whether some of them are asked in some rounds only.
     """
 
     trees = True
     learns = True
 
-    def __init__(self, kind: str, parts: Sequence[Drafter]) -> None:
+    def __init__(self, kind: str, parts: Sequence[Drafter], *, at_times: bool = False) -> None:
         from foredraft.proposers.joint import compile_kernels  # numba takes a while, and not all need it
 
         compile_kernels()
         names = [part.name for part in parts]
         self.name = f"{kind}:" + "+".join(names)
         self.parts = tuple(parts)
-        self.calibration = Calibration(names)
+        self.calibration = Calibration(names, at_times=at_times)
         self._file = f"{kind}.safetensors"
         self._about = {"foredraft": kind, "version": "1"}
 

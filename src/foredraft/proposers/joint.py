@@ -17,46 +17,80 @@ from foredraft.proposers.forks import Fork, PeekFork, Plan
 from foredraft.types import Draft, Verdict
 
 if TYPE_CHECKING:
+    from foredraft.controller import Table
     from foredraft.proposers.auto import Auto
 
 _ROOM = 64  # nodes of a draft
 _LEAST_ASKED = 3  # nodes that are asked for, to see what more would have been right
-_TRIED = 1  # tokens that a costly part is asked for while it does not pay
 _DEEPEST = 16  # tokens of a costly part's draft
 _NOTHING = Draft()
-_NO_COUNTS = np.zeros((0, 1, 1, 2))
 _NO_COSTS = np.zeros(1 + _ROOM)
 
 
 def compile_kernels() -> None:
     """Run every kernel once, so that compiling them falls into loading and not into the first request."""
-    arms, books, text, path = (
-        new_arms([False], [UNSCORED]),
-        np.ones(1, dtype=kernels.BOOK),
-        *np.zeros((2, 0), dtype=int),
-    )
-    calibration, nodes = Calibration([""]), np.zeros(1, dtype=kernels.NODE)
-    counts, turns, drafted = calibration.counts, new_turns(arms), np.zeros(0, dtype=kernels.DRAFTED)
-    kernels.begin(arms, turns, books, counts, counts, nodes, 0, 0, 1.0, 0, text)
-    kernels.join(np.zeros((1, 1), dtype=OFFER), turns, 0, counts, counts, nodes, 0, drafted, True)
-    kernels.cut(books, np.ones(1), drafted, 0.0)
-    kernels.choose(books, np.ones(1), np.zeros(0), np.zeros(1, dtype=int), 0.0, 0)
-    kernels.advance(arms, turns, books, counts, counts, nodes, 0, 0, 1.0, 0, text, drafted, path, 0, 0.0, 0.0)
-    kernels.count_verified(counts, drafted, path)
+    calibration, book, none = Calibration([""]), np.ones(1, dtype=kernels.BOOK), np.zeros(0, dtype=int)
+    arms = new_arms([False], [UNSCORED])
+    state = State(arms, new_turns(arms, [False]), book, calibration.counts, calibration.counts, trees=True)
+    kernels.begin(state.record, none)
+    kernels.join(state.record, 0, 0, 0, True, 0.0)
+    kernels.choose(book, np.ones(1), np.zeros(0), np.zeros(1, dtype=int), 0.0, 0)
+    kernels.advance(state.record, 0, 0, 0, 0, 0.0, 0.0)
+    kernels.count_verified(calibration.counts, state.drafted[:0], none)
+
+
+class State:
+    """The arrays that one sequence's drafts are joined in, and the record of their addresses.
+
+    Args:
+        arms: `[P]` of the parts across requests; none where nothing is decided.
+        turns: `[P]` of the parts.
+        book: Of the controller; likewise.
+        workload: Tries of the workload; none where they count with the request's.
+        request: Tries of the request, of the same shape.
+        trees: Whether drafts may branch.
+    """
+
+    def __init__(
+        self,
+        arms: NDArray[Any] | None,
+        turns: NDArray[Any],
+        book: NDArray[Any] | None,
+        workload: NDArray[np.float64] | None,
+        request: NDArray[np.float64],
+        *,
+        trees: bool,
+    ) -> None:
+        self.offers = np.zeros((len(turns), _ROOM), dtype=OFFER)
+        self.drafted = np.zeros(_ROOM, dtype=kernels.DRAFTED)
+        self.nodes = np.zeros(kernels.MOST_HELD + self.offers.size, dtype=kernels.NODE)
+        self.text, self.path = np.zeros((2, 1 + _ROOM), dtype=np.int64)
+        self._kept = arms, turns, book, workload, request  # whose addresses they are must not go
+        self.record = np.zeros(1, dtype=kernels.STATE)
+        names = "arms", "turns", "book", "workload", "request", "offers", "nodes", "drafted", "text", "path"
+        arrays = *self._kept, self.offers, self.nodes, self.drafted, self.text, self.path
+        for name, array in zip(names, arrays, strict=True):
+            self.record[name] = 0 if array is None else array.ctypes.data
+        self.record["parts"], self.record["sets"], self.record["room"] = len(turns), len(request), _ROOM
+        self.record["trees"] = trees
+        self.costs(_NO_COSTS)
+
+    def costs(self, seconds: NDArray[np.float64]) -> None:
+        """From now on, forwards with 0, 1, … nodes take so long."""
+        self._seconds = np.ascontiguousarray(seconds)
+        self.record["seconds"], self.record["rows"] = self._seconds.ctypes.data, len(seconds)
 
 
 class JointProposer(Proposer):
-    """Several proposers, in the order in which equals are preferred, and the arrays that their drafts are joined in."""
+    """Several proposers, in the order in which equals are preferred, and what their drafts are joined in."""
 
-    def __init__(self, parts: Sequence[Proposer], turns: NDArray[Any], whose: Sequence[str]) -> None:
+    def __init__(self, parts: Sequence[Proposer], turns: NDArray[Any], state: State, whose: Sequence[str]) -> None:
         self._parts = tuple(parts)
         self._whose = whose
-        self._turns = turns
+        self._turns, self._state, self._record = turns, state, state.record
         self._offered = turns["offered"]
-        self._offers = np.zeros((len(parts), _ROOM), dtype=OFFER)
-        self._rows = list(self._offers)
-        self._nodes = np.zeros(kernels.MOST_HELD + self._offers.size, dtype=kernels.NODE)
-        self._drafted = np.zeros(_ROOM, dtype=kernels.DRAFTED)
+        self._rows = list(state.offers)
+        self._columns = [state.drafted[name] for name in ("token", "parent", "score", "who")]
 
     @property
     def forwards(self) -> int:  # type: ignore[override]
@@ -77,8 +111,10 @@ class JointProposer(Proposer):
         """The first drafted nodes, with calibrated path probabilities as scores."""
         if size == 0:
             return _NOTHING
-        tokens, parents, scores, who, _ = zip(*self._drafted[:size].tolist(), strict=True)
-        return Draft(tokens, parents, scores=scores, proposers=tuple([self._whose[parts] for parts in who]))
+        tokens, parents, scores, who = self._columns
+        whose = [self._whose[parts] for parts in who[:size].tolist()]
+        path = tuple(tokens[:size].tolist()), tuple(parents[:size].tolist())
+        return Draft(*path, (), tuple(scores[:size].tolist()), tuple(whose))
 
 
 class HybridProposer(JointProposer):
@@ -87,8 +123,9 @@ class HybridProposer(JointProposer):
     def __init__(self, parts: Sequence[Proposer], calibration: Calibration) -> None:
         turns = np.zeros(len(parts), dtype=kernels.TURN)
         turns["chance"] = UNSCORED
-        super().__init__(parts, turns, calibration.whose)
-        self._calibration, self._counts = calibration, calibration.counts
+        state = State(None, turns, None, None, calibration.counts, trees=True)
+        super().__init__(parts, turns, state, calibration.whose)
+        self._calibration = calibration
         self._peeking: HybridProposer | None = None
         self._proposed = False  # since the last verification
 
@@ -97,9 +134,7 @@ class HybridProposer(JointProposer):
         self._proposed = True
         for part, proposer in enumerate(self._parts):
             self._offered[part] = proposer.offer(tokens, budget, self._rows[part], _NO_COSTS)
-        _, size = kernels.join(
-            self._offers, self._turns, 0, _NO_COUNTS, self._counts, self._nodes, 0, self._drafted[:budget], True
-        )
+        size, *_ = kernels.join(self._record, 0, budget, 0, False, 0.0)
         return self._draft(size)
 
     def peek(self, tokens: Sequence[int], budget: int) -> Draft:
@@ -119,8 +154,8 @@ class HybridProposer(JointProposer):
         """
         proposed, self._proposed = self._proposed, False
         if proposed:
-            drafted, path = self._drafted[: len(verification.draft)], np.array(verdict.path, dtype=np.int64)
-            kernels.count_verified(self._counts, drafted, path)
+            drafted, path = self._state.drafted[: len(verification.draft)], np.array(verdict.path, dtype=np.int64)
+            kernels.count_verified(self._calibration.counts, drafted, path)
         for part in self._parts:
             part.observe(verification, verdict)
 
@@ -139,70 +174,50 @@ class AutoProposer(JointProposer):
     """One sequence's merged drafts, and the record of its parts on this text."""
 
     def __init__(self, auto: Auto, parts: Sequence[Proposer]) -> None:
-        super().__init__(parts, new_turns(auto.arms), auto.calibration.whose)
+        turns, workload = new_turns(auto.arms, [part.stops for part in parts]), auto.calibration.counts
+        book, request = auto.controller.book, np.zeros_like(workload)
+        state = State(auto.arms, turns, book, workload, request, trees=auto.trees)
+        super().__init__(parts, turns, state, auto.calibration.whose)
         self._auto = auto
-        self._counts = auto.calibration.counts, np.zeros_like(auto.calibration.counts)  # the workload's, the request's
-        self._took, self._learned = self._turns["took"], self._turns["learned"]
+        self._text, self._path = state.text, state.path
+        self._took, self._learned, self._steps = (self._turns[name] for name in ("took", "learned", "steps"))
         self._costly = [part for part, arm in enumerate(auto.arms) if arm["costly"]]
         learning = [part for part, who in enumerate(parts) if type(who).observe is not Proposer.observe]
         self._learning = [(part, parts[part].watches) for part in learning]
-        self._state = auto.arms, self._turns, auto.controller.book, *self._counts, self._nodes
         self._asked = 0  # parts, as a set
         self._following: int | None = None  # those to ask in the round that `observe` has begun, if it has
+        self._alone = True  # in its round
         self._asking = self._deciding = 0.0  # seconds of the parts, and of what was made of their drafts
         self._length = 0  # of the text
-        self._held = self._fresh = 0  # nodes of earlier drafts that may still come true; behind them the last one's
         self._kept = 2.0  # nodes of recent rounds, at most
-        self._table = auto.controller.table(0)  # at the text's length
+        self._table: Table | None = None  # at the text's length
 
     def propose(self, tokens: Sequence[int], budget: int) -> Draft:
         """The merged drafts of the parts whose turn it is, with calibrated path probabilities as scores."""
         auto = self._auto
         started = auto.clock()
         self._asked, self._asking = 0, 0.0
-        alone = auto.sequences == 1
-        if alone:
-            auto.controller.sequences = 1
-        self._table = auto.controller.table(len(tokens))
-        asked, self._following, size = self._following, None, 0
+        self._alone = auto.sequences == 1
+        table = (auto.controller.alone if self._alone else auto.controller.table)(len(tokens))
+        if table is not self._table:
+            self._table, self._node_costs = table, table.node_costs
+            self._state.costs(table.seconds)
+        asked, self._following = self._following, None
         if asked is None or len(tokens) != self._length:
             asked = self._read(tokens)
-        if budget > 0:
-            most = min(budget, _LEAST_ASKED + round(2 * self._kept))
-            for part in range(len(self._parts)):
-                if asked >> part & 1:
-                    self._ask(part, tokens, most)
-            size = self._join(most) if self._asked else 0
-            if self._costly:
-                part, length = self._worth_running(min(budget, _DEEPEST))
-                if length:
-                    self._ask(part, tokens, length)
-                    size = self._join(max(most, length))
-        auto.draft_seconds += self._asking
-        if alone:
-            size = auto.controller.cut(self._drafted[:size], self._table, auto.draft_seconds)
-            auto.draft_seconds = 0.0
+        size = self._draft_size(tokens, asked if budget > 0 else 0, budget)
+        auto.draft_seconds = 0.0 if self._alone else auto.draft_seconds + self._asking
         draft = self._draft(size)
         self._deciding = auto.clock() - started - self._asking
         return draft
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Let the parts learn, and note what each was worth."""
-        auto, drafted, start = self._auto, len(verification.draft), self._length
-        watching, self._following, self._held = kernels.advance(
-            *self._state,
-            self._held,
-            self._fresh,
-            self._table.plain,
-            start,
-            np.array(verdict.tokens, dtype=np.int64),
-            self._drafted[:drafted],
-            np.array(verdict.path, dtype=np.int64),
-            self._asked,
-            self._deciding,
-            verification.accept_seconds,
-        )
-        self._fresh, self._length = 0, start + len(verdict.tokens)
+        auto, drafted, emitted, path = self._auto, len(verification.draft), verdict.tokens, verdict.path
+        self._text[: len(emitted)], self._path[: len(path)] = emitted, path
+        took = self._deciding, verification.accept_seconds
+        watching, self._following = kernels.advance(self._record, len(emitted), drafted, len(path), self._asked, *took)
+        self._length += len(emitted)
         self._kept = max(float(drafted), 0.9 * self._kept)
         for part, watches in self._learning:
             if (self._asked | (watching if watches else 0)) >> part & 1:
@@ -214,51 +229,38 @@ class AutoProposer(JointProposer):
     def _read(self, tokens: Sequence[int]) -> int:
         """Begin a round with whatever the text has that was not read yet. Returns who is to be asked."""
         start, self._length = self._length, len(tokens)
-        text = np.array(tokens[start:], dtype=np.int64)
-        held = self._held, self._fresh
-        asked, self._held = kernels.begin(*self._state, *held, self._table.plain, start, text)
-        self._fresh = 0
-        return asked
+        return int(kernels.begin(self._record, np.array(tokens[start:], dtype=np.int64)))
 
-    def _ask(self, part: int, tokens: Sequence[int], budget: int) -> None:
-        auto = self._auto
-        started = auto.clock()
-        nodes = self._parts[part].offer(tokens, budget, self._rows[part], self._table.node_costs)
-        self._offered[part] = nodes
-        self._took[part] = seconds = auto.clock() - started
-        if part in self._costly:
-            auto.costs.note_draft(auto.parts[part].name, nodes, seconds)
+    def _ask(self, part: int, tokens: Sequence[int], budget: int, least: float = 0.0) -> None:
+        clock = self._auto.clock
+        started = clock()
+        self._offered[part] = self._parts[part].offer(tokens, budget, self._rows[part], self._node_costs, least)
+        self._took[part] = seconds = clock() - started
         self._asked |= 1 << part
         self._asking += seconds
 
-    def _join(self, budget: int) -> int:
-        """The nodes of the draft of all that was asked for."""
-        self._fresh, size = kernels.join(
-            self._offers,
-            self._turns,
-            self._asked,
-            *self._counts,
-            self._nodes[self._held :],
-            self._length,
-            self._drafted[:budget],
-            self._auto.trees,
-        )
-        return int(size)
+    def _draft_size(self, tokens: Sequence[int], asked: int, budget: int) -> int:
+        """The nodes that are drafted, by the parts that are to be asked and by one that should run its model, if any.
 
-    def _worth_running(self, most: int) -> tuple[int, int]:
-        """The part to run a model for, if any, and for how many tokens: what gains most beyond the draft at hand."""
-        auto, best, found = self._auto, 0.0, (0, 0)
-        nodes = self._nodes[self._held : self._held + self._fresh]
-        others = list(zip(nodes["score"].tolist(), nodes["depth"].tolist(), strict=True))
-        for part in self._costly:
-            chance = float(self._turns["chance"][part])
-            step = auto.costs.draft_seconds(auto.parts[part].name, most) / most
-            chances = [chance**depth for depth in range(1, most + 1)]
-            length, gain = auto.controller.draft_length(chances, others, step, self._length)
-            if not auto.arms["asked"][part]:
-                length = min(length, _TRIED)
-            if gain > best:
-                best, found = gain, (part, length)
-            elif not found[1] and kernels.trial(auto.arms, self._turns, part, self._table.plain, _TRIED * step):
-                found = (part, min(_TRIED, most))
+        If the draft is alone in its round, these are those that pay.
+        """
+        most = min(budget, _LEAST_ASKED + round(2 * self._kept))
+        for part in range(len(self._parts)):
+            if asked >> part & 1:
+                self._ask(part, tokens, most)
+        size, part, length, least = self._join(most, min(budget, _DEEPEST) if self._costly else 0)
+        if length:
+            proposer = self._parts[part]
+            before = proposer.forwards
+            self._ask(part, tokens, most if proposer.stops else length, least)
+            self._steps[part] = proposer.forwards - before
+            size, *_ = self._join(max(most, length))
+        return size
+
+    def _join(self, budget: int, deepest: int = 0) -> tuple[int, int, int, float]:
+        """The nodes of the draft of all that was asked for, and whose model to run beside it; see `kernels.join`."""
+        drafting = self._auto.draft_seconds + self._asking
+        found: tuple[int, int, int, float] = kernels.join(
+            self._record, self._asked, budget, deepest, self._alone, drafting
+        )
         return found

@@ -19,6 +19,8 @@ from foredraft.sampling import Law
 from foredraft.types import Draft, Verdict
 
 WIDTH = 8  # candidates kept for each token
+_FEW = 8
+"""Rows of a verification that it learns from if it is one of several: many rows are another drafter's long copy."""
 
 
 class Recycling(Drafter):
@@ -35,6 +37,8 @@ class Recycling(Drafter):
     forks = True
     learns = True
     draft_tokens = 8
+    most_rows: int | None = None
+    """Of a verification, from which it learns; `None` is all of them."""
     when_nothing_is_accepted = "the text is too varied for what earlier tokens suggested"
 
     def __init__(self, vocab_size: int) -> None:
@@ -60,6 +64,10 @@ class Recycling(Drafter):
     def for_target(cls, target: Backend, argument: str = "") -> Recycling:
         """An empty table over the target's vocabulary."""
         return cls(target.vocab_size)
+
+    def at_times(self) -> None:
+        """See `Drafter`."""
+        self.most_rows = _FEW
 
     def proposer(self, law: Law, source: RandomSource) -> RecyclingProposer:
         """A proposer over the shared table."""
@@ -109,7 +117,9 @@ class RecyclingProposer(Proposer):
         nodes = np.zeros(budget, dtype=OFFER)
         return drafted(nodes[: self.offer(tokens, budget, nodes, np.zeros(1 + budget))])
 
-    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
+    def offer(
+        self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64], least: float = 0.0
+    ) -> int:
         """The same at all costs: its first nodes are the best ones, whatever their number."""
         return int(self._table.kernels.grow(*self._table.arrays, tokens[-1], nodes[:budget]))
 
@@ -123,9 +133,14 @@ class RecyclingProposer(Proposer):
 
     def observe(self, verification: Verification, verdict: Verdict) -> None:
         """Learn from every row, the rejected nodes' too."""
-        tokens = (verification.root, *verification.draft.tokens)
-        rows = [np.array(values, dtype=np.int32) for values in (tokens, verdict.path, verdict.tokens)]
-        self._table.kernels.learn(*self._table.arrays, *rows, *likeliest(verification.logits, WIDTH))
+        tokens, path, emitted = (verification.root, *verification.draft.tokens), verdict.path, verdict.tokens
+        most = self._table.most_rows
+        if most is not None and len(tokens) > most:
+            tokens, path = tokens[:most], tuple(node for node in path if node < most - 1)
+            emitted = emitted[: len(path) + 1]
+        rows = [np.array(values, dtype=np.int32) for values in (tokens, path, emitted)]
+        logits = verification.logits[: len(tokens)]
+        self._table.kernels.learn(*self._table.arrays, *rows, *likeliest(logits, WIDTH))
 
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

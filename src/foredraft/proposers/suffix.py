@@ -205,7 +205,9 @@ class SuffixProposer(Proposer):
         nodes = np.zeros(budget, dtype=OFFER)
         return drafted(nodes[: self.offer(tokens, budget, nodes, np.zeros(1 + budget))])
 
-    def offer(self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64]) -> int:
+    def offer(
+        self, tokens: Sequence[int], budget: int, nodes: NDArray[Any], costs: NDArray[np.float64], least: float = 0.0
+    ) -> int:
         """The candidate tree that is worth most at these costs."""
         if self._prompt_length is None:
             self._prompt_length = len(tokens)

@@ -62,14 +62,27 @@ class Eagle3(Trained):
     @classmethod
     def without_reference(cls, target: Backend, files: ModelFiles | None) -> Head:
         """The bundled one."""
-        bundled = bundled_heads(cls.name)
-        for name, folder in bundled.items():
-            if files is not None and name in BUNDLED and is_bundled(files, BUNDLED[name]):
-                return load_head(folder, target)
+        folder = cls._bundled_for(files)
+        if folder is not None:
+            return load_head(folder, target)
+        known = ", ".join(bundled_heads(cls.name)) or "none yet"
         raise UnsupportedError(
-            f"No EAGLE-3 head comes with foredraft for this model (only for: {', '.join(bundled) or 'none yet'}). Give "
-            "one, eagle3:REF, or train one: foredraft train eagle3 MODEL."
+            f"No EAGLE-3 head comes with foredraft for this model (only for: {known}). Give one, eagle3:REF, or train "
+            "one: foredraft train eagle3 MODEL."
         )
+
+    @classmethod
+    def comes_with(cls, files: ModelFiles | None) -> bool:
+        """Whether there is a bundled one for the model in these files."""
+        return cls._bundled_for(files) is not None
+
+    @classmethod
+    def _bundled_for(cls, files: ModelFiles | None) -> Path | None:
+        if files is None:
+            return None
+        bundled = bundled_heads(cls.name).items()
+        fits = (folder for name, folder in bundled if name in BUNDLED and is_bundled(files, BUNDLED[name]))
+        return next(fits, None)
 
 
 class Eagle(Trained):

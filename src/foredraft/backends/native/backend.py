@@ -49,7 +49,7 @@ class Part(NamedTuple):
 class Tap(NamedTuple):
     """What a forward copies of its residual stream: of which layers, `[model's layers]` where to (or -1), and there."""
 
-    layers: list[int]
+    layers: tuple[int, ...]
     places: NDArray[np.int64]
     rows: Floats
     """`[layers, n, width]`"""
@@ -106,7 +106,8 @@ class NativeBackend(Backend):
         self._tables = tables_of(weights, self._kernels, kv_format, without_attention, without_mlp)
         self._work: Workspace | None = None
         self._rotary = Rotary(weights.inverse_frequencies, weights.rotary_scale)
-        self._no_tap = Tap([], np.full(measures.layers, -1), np.empty((0, 0, 0), dtype=np.float32))
+        self._no_tap = Tap((), np.full(measures.layers, -1), np.empty((0, 0, 0), dtype=np.float32))
+        self._last_tapped = frozenset[tuple[int, ...]](), (self._no_tap.layers, self._no_tap.places)
 
     def new_cache(self, room: int = 0) -> NativeCache:
         """See `Backend`."""
@@ -300,27 +301,36 @@ class NativeBackend(Backend):
 
     def _tap(self, parts: Sequence[Part], nodes: int) -> Tap:
         """Room for what anyone wants to know of the layers in a forward of so many nodes."""
-        layers = sorted({layer for part in parts for layer in part.cache.wanted_layers})
-        if not layers:
+        wanted = {features.layers for part in parts for features in part.cache.features}
+        if not wanted:
             return self._no_tap
-        places = self._no_tap.places.copy()
-        places[[layer - 1 for layer in layers if layer]] = [i for i, layer in enumerate(layers) if layer]
+        layers, places = self._tapped(frozenset(wanted))
         return Tap(layers, places, np.zeros((len(layers), nodes, self.weights.embedding.columns), dtype=np.float32))
+
+    def _tapped(self, wanted: frozenset[tuple[int, ...]]) -> tuple[tuple[int, ...], NDArray[np.int64]]:
+        """All layers that are wanted, and their places. Looked up each round, it is told from the last time."""
+        if self._last_tapped[0] != wanted:
+            layers, places = tuple(sorted({layer for each in wanted for layer in each})), self._no_tap.places.copy()
+            places[[layer - 1 for layer in layers if layer]] = [i for i, layer in enumerate(layers) if layer]
+            self._last_tapped = wanted, (layers, places)
+        return self._last_tapped[1]
 
     def _hand_out(self, parts: Sequence[Part], tap: Tap, *, certain: bool) -> None:
         """Give the caches what a forward copied, `[n, layers, H]`: the last layer's through the final norm."""
         if not tap.layers:
             return
-        tokens = [token for part in parts for token in (part.query.root, *part.query.draft.tokens)]
-        states = torch.from_numpy(tap.rows)[..., : self.hidden_size]
+        states = tap.rows[..., : self.hidden_size]
         if tap.layers[0] == 0:
-            states[0] = self.embed(tokens)
+            states[0] = self.embed([token for part in parts for token in (part.query.root, *part.query.draft.tokens)])
         if tap.layers[-1] == self.layers:
             weight, epsilon = self.final_norm()
-            states[-1] = torch.nn.functional.rms_norm(states[-1], weight.shape, weight, epsilon)
-        counts = [1 + len(part.query.draft.tokens) for part in parts]
-        for part, rows in zip(parts, torch.split(states.transpose(0, 1), counts), strict=True):
-            part.cache.hand_out(tap.layers, rows, certain=certain)
+            last = torch.from_numpy(states[-1])
+            states[-1] = torch.nn.functional.rms_norm(last, weight.shape, weight, epsilon)
+        states, first = states.transpose(1, 0, 2), 0
+        for part in parts:
+            end = first + 1 + len(part.query.draft.tokens)
+            part.cache.hand_out(tap.layers, states[first:end], certain=certain)
+            first = end
 
     def _batch(self, parts: Sequence[Part]) -> Batch:
         sequences = np.zeros(len(parts), dtype=SEQUENCE)
@@ -337,8 +347,7 @@ class NativeBackend(Backend):
             first = sum(len(table) for table in tables)
             tables.append(nodes[known:])
             seen.append(rows[known:] + base)
-            where = cache.keys.ctypes.data, cache.values.ctypes.data, cache.capacity
-            sequences[index] = (first, first + count - known, base, base + count, *where)
+            sequences[index] = (first, first + count - known, base, base + count, *cache.where)
         nodes = np.concatenate(tables)
         ancestors = np.zeros((len(nodes), max(rows.shape[1] for rows in seen)), dtype=np.int64)
         for rows, sequence in zip(seen, sequences, strict=True):

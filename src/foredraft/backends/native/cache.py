@@ -36,6 +36,8 @@ class NativeCache(KVCache):
     def __init__(self, layers: int, kv_heads: int, head_width: int, lanes: int, kv_format: str) -> None:
         self.keys: KV = np.zeros((layers, kv_heads, 0, head_width, lanes), dtype=KV_TYPES[kv_format])
         self.values: KV = np.zeros((layers, kv_heads, 0, head_width), dtype=KV_TYPES[kv_format])
+        self.where = 0, 0, 0
+        """Addresses of keys and values, and the rows there is room for, as `tables.SEQUENCE` has them."""
         self.committed = 0
         self.early: Early | None = None
         self.features: list[Features] = []
@@ -56,6 +58,7 @@ class NativeCache(KVCache):
             blocks = self.blocks(max(rows, 2 * self.capacity))
             self.keys = _grown(self.keys, blocks)
             self.values = _grown(self.values, blocks * self.keys.shape[-1])
+            self.where = self.keys.ctypes.data, self.values.ctypes.data, self.capacity
 
     def blocks(self, rows: int) -> int:
         """Blocks of keys that so many rows take at least."""

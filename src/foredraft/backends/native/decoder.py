@@ -102,6 +102,12 @@ def norm_row(decoder: Any, x: int, weight: int, out: int, width: int, count: int
 
 
 @compiled
+def softmax_row(decoder: Any, scores: int, count: int, scale: Any) -> None:
+    """`count` numbers at an address become the softmax of them times `scale`. Up to a vector behind is overwritten."""
+    _call(decoder.softmax, (scores, count, scale))
+
+
+@compiled
 def norm(decoder: Any, x: Any, weight: int, out: Any, nodes: int, thread: int, threads: int) -> None:
     """RMSNorm of the rows of some nodes."""
     for node in range(thread, nodes, threads):

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.backends.native.cache import NativeCache
-from foredraft.backends.native.head_forward import head_forward
+from foredraft.backends.native.head_forward import head_forward, head_path
 from foredraft.backends.native.kernels import Kernels
 from foredraft.backends.native.rotary import Rotary
 from foredraft.backends.native.tables import (
     LINEAR,
     NODE,
     SEQUENCE,
+    SLACK,
     Batch,
     Table,
     Tables,
@@ -32,6 +33,10 @@ from foredraft.backends.native.weights import Floats, Linear, Weights
 
 _KV = "f32"
 _AT_ONCE = 256  # committed tokens
+_PATH = np.dtype(
+    [*((name, np.int64) for name in ("offered", "end", "depth", "open")), ("chance", np.float64)], align=True
+)
+"""A path that grows: nodes offered so far, the one at its end and its depth, whether it goes on, how likely it is."""
 _HEAD = np.dtype(
     [
         *((name, LINEAR) for name in ("fuse", "join")),
@@ -126,6 +131,12 @@ class NativeHead:
         self._head = _head_table(weights)
         self._rotary = Rotary(weights.decoder.inverse_frequencies)
         self._work: tuple[Workspace, _Room] | None = None
+        # Of a path: what is read, and its end, which moves on.
+        self._nodes, self._seen = np.zeros(_AT_ONCE, dtype=NODE), np.zeros((_AT_ONCE, _AT_ONCE), dtype=np.int64)
+        self._end_node, self._end_seen = np.zeros(1, dtype=NODE), np.zeros((1, _AT_ONCE), dtype=np.int64)
+        self._sequences, self._end_sequence = np.zeros((2, 1), dtype=SEQUENCE)
+        self._paths = np.zeros(1, dtype=_PATH)
+        self._logits = np.empty((1, weights.decoder.head.rows + SLACK), dtype=np.float32)
 
     def new_cache(self) -> NativeCache:
         """An empty cache for one sequence."""
@@ -141,13 +152,53 @@ class NativeHead:
         for start in range(0, len(tokens), _AT_ONCE):
             rows = features[start : start + _AT_ONCE]
             line = np.arange(len(rows))
-            batch = self._batch(cache, tokens[start : start + _AT_ONCE], np.tile(line, (len(rows), 1)), line + 1)
-            work, room = self._room(batch)
+            fresh, seen = tokens[start : start + _AT_ONCE], np.broadcast_to(line, (len(rows), len(rows)))
+            batch = self._batch(cache, fresh, seen, line + 1)
+            work, room = self._room(len(batch.nodes), int(batch.sequences["rows"][0]))
             target = room.features if self.weights.fuse is not None else room.states
             target[: len(rows)].reshape(len(rows), layers, -1)[..., :hidden] = rows
             step = self._run(batch, work, room, scored=1, from_features=True)
             cache.committed += len(rows)
         return step
+
+    def path(
+        self,
+        cache: NativeCache,
+        features: Floats,
+        tokens: Sequence[int],
+        ids: NDArray[np.int64],
+        growth: Any,
+        offers: NDArray[Any],
+    ) -> tuple[int, int]:
+        """`commit`, and from there on by the likeliest token after the likeliest token, in one call.
+
+        Args:
+            cache: As for `commit`.
+            features: Likewise.
+            tokens: Likewise.
+            ids: Tokens that the columns of the logits stand for.
+            growth: Where the path goes, and how far; `heads.running.Growth`.
+            offers: Room for rows of `OFFER`.
+
+        Returns:
+            The nodes offered, and the steps taken.
+        """
+        rest = max(0, len(tokens) - _AT_ONCE)
+        if rest:
+            self.commit(cache, features[:rest], tokens[:rest])
+            features, tokens = features[rest:], tokens[rest:]
+        base, count = cache.committed, len(tokens)
+        cache.reserve(base + count + growth.deepest)
+        self._sequences[0] = (0, count, base, base + count, *cache.where)
+        rotary = self._rotary.until(base + count + growth.deepest)
+        batch = Batch(self._nodes[:count], self._seen, self._sequences, *rotary)
+        end = Batch(self._end_node, self._end_seen, self._end_sequence, *rotary)
+        self._paths[0] = (0, -1, 0, 0, 1.0)
+        room = self._room(count, base + count + growth.deepest)
+        shared = self._tables, self._head, batch, end, *room, self._logits, features, np.array(tokens), ids
+        self._team.run(head_path, *shared, growth, self._paths, offers)
+        cache.committed += count
+        return int(self._paths["offered"][0]), int(self._paths["depth"][0])
 
     def expand(
         self,
@@ -167,7 +218,7 @@ class NativeHead:
             depths: `[n]` how many these are.
         """
         batch = self._batch(cache, tokens, np.array(paths), np.array(depths))
-        work, room = self._room(batch)
+        work, room = self._room(len(batch.nodes), int(batch.sequences["rows"][0]))
         room.states[: len(tokens)] = states
         return self._run(batch, work, room, scored=len(tokens), from_features=False)
 
@@ -182,13 +233,11 @@ class NativeHead:
         nodes["row"] = seen[np.arange(len(tokens)), counts - 1] + base
         straight = np.logical_and.accumulate(seen == np.arange(seen.shape[1]), axis=1).sum(axis=1)
         nodes["straight"] = np.minimum(straight, counts)
-        where = cache.keys.ctypes.data, cache.values.ctypes.data, cache.capacity
-        sequences = np.array([(0, len(tokens), base, rows, *where)], dtype=SEQUENCE)
+        sequences = np.array([(0, len(tokens), base, rows, *cache.where)], dtype=SEQUENCE)
         return Batch(nodes, seen + base, sequences, *self._rotary.until(base + int(counts.max())))
 
-    def _room(self, batch: Batch) -> tuple[Workspace, _Room]:
-        """Memory for these nodes; it grows and is kept."""
-        nodes, rows = len(batch.nodes), int(batch.sequences["rows"][0])
+    def _room(self, nodes: int, rows: int) -> tuple[Workspace, _Room]:
+        """Memory for so many nodes, and for caches of so many rows; it grows and is kept."""
         have = self._work[0] if self._work is not None else None
         work = grown_workspace(have, self._tables, nodes, rows, self._team.threads)
         if self._work is None or work is not have:
