@@ -33,7 +33,7 @@ from tiny import (
 
 PROMPT = [1, 2, 3]
 DRAFTER_NAMES = ["none", *DRAFTER_MAKERS]
-DRAFTS_DIFFER = ("suffix", "recycling", "auto", *(name for name in DRAFTER_NAMES if name.startswith("ssd:")))
+DRAFTS_DIFFER = ("suffix", "recycling", *(name for name in DRAFTER_NAMES if name.startswith(("auto", "ssd:"))))
 """Drafts, though not text, depend on what came before, or on the clock."""
 
 

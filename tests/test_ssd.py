@@ -568,7 +568,8 @@ from foredraft.proposers.ssd import Ssd
 from foredraft.types import SamplingParams
 target = BACKENDS["transformers"](tiny_llama(0))
 engine = Engine(target, Ssd(drafter_over(target, "draft"), always=True))
-events = engine.run([Request([1, 2, 3], SamplingParams(max_tokens=500))])
+request = Request([1, 2, 3], SamplingParams(max_tokens=500))
+events = engine.run([request])
 next(events)
 if sys.argv[2] == "interrupt":
     def interrupt():  # again, if need be: where C code asks for an attribute, Python loses what is raised
@@ -576,7 +577,9 @@ if sys.argv[2] == "interrupt":
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=interrupt, daemon=True).start()
-    list(events)
+    while True:  # until it is heard
+        list(events)
+        events = engine.run([request])
 if sys.argv[2] == "raise":
     raise SystemExit(3)
 """
