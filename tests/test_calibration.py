@@ -155,6 +155,14 @@ def test_what_was_measured_once_is_taken_up_later(files: ModelFiles, tmp_path: P
     assert again.measured and again.about["backend"] == "planted"
 
 
+def test_what_was_measured_while_the_machine_was_busy_is_not_kept(files: ModelFiles, tmp_path: Path) -> None:
+    busy, quiet = (PlantedBackend(lambda rows, *_: 0.00002 * rows, stalls=stalls) for stalls in (0.6, 0.05))
+    assert quickly(busy, files, tmp_path).curve.seconds(1) > 0.00002
+    assert not (tmp_path / "costs").exists()
+    assert quickly(quiet, files, tmp_path).curve.seconds(1) == pytest.approx(0.00002)
+    assert (tmp_path / "costs").exists()
+
+
 def test_a_full_calibration_is_found_in_place_of_a_quick_one(files: ModelFiles, tmp_path: Path) -> None:
     backend = PlantedBackend()
     full = calibrate(backend, clock=backend.clock, seconds=20)

@@ -32,6 +32,7 @@ QUICK_ROWS, QUICK_CONTEXT, QUICK_SECONDS = (1, 2, 3, 4, 6, 8, 9, 12, 16), 128, 1
 _MOST_ROWS = 64  # of a batch
 _MOST_TOKENS = 2048  # cached in a batch: what the caches take for a while, and what must be read into them
 _MOST_TURNS = 30
+_STEADY = 1.5  # times the fastest that the usual turn may take; else something else ran meanwhile
 
 
 class _Point(NamedTuple):
@@ -52,6 +53,8 @@ def costs_for(
 ) -> Costs:
     """What was measured of this model here before, else a quick calibration of about a second, which is kept.
 
+    It is not kept if the machine was busy meanwhile: rounds correct what they can, and the next process measures again.
+
     Args:
         backend: What runs the model.
         files: Where the model lies; `None` (a model that was passed in) keeps nothing, as nothing tells models apart.
@@ -65,9 +68,12 @@ def costs_for(
         return costs
     notify("Measuring what forwards cost here, once")
     rows, contexts = QUICK_ROWS, (QUICK_CONTEXT,)
-    costs = calibrate(backend, rows=rows, contexts=contexts, batches=(1,), seconds=QUICK_SECONDS, clock=clock)
+    costs, unrest = _timed(backend, rows, contexts, (1,), QUICK_SECONDS, lambda _: None, clock)
     costs = replace(costs, about=about)
-    keep(costs, cache)
+    if unrest < _STEADY:
+        keep(costs, cache)
+    else:
+        logger.info("The machine was busy while forwards were timed (x %.1f): this is not kept", unrest)
     return costs
 
 
@@ -96,6 +102,19 @@ def calibrate(
     Returns:
         Costs with a curve for each batch size, and the date.
     """
+    return _timed(backend, rows, contexts, batches, seconds, notify, clock)[0]
+
+
+def _timed(
+    backend: Backend,
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    seconds: float,
+    notify: Notify,
+    clock: Callable[[], float],
+) -> tuple[Costs, float]:
+    """See `calibrate`; and how many times as long as the fastest turn the usual one took, of the usual point."""
     points = _points(rows, _that_fit(contexts, rows, backend.context), batches, backend.context)
     with backend.running():
         caches: dict[int, list[KVCache]] = {}
@@ -106,7 +125,8 @@ def calibrate(
         notify(f"Timing forwards of {min(rows)} to {max(rows)} rows for about {seconds:.0f} s")
         times = _take_turns(points, lambda point: _time(backend, caches[point.context], point, clock), seconds, clock)
     curves = {size: _curve(size, {p: median(times[p]) for p in points}) for size in sorted({1, *batches})}
-    return Costs(curves, measured=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    costs = Costs(curves, measured=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    return costs, median(median(taken) / max(min(taken), 1e-9) for taken in times.values())
 
 
 def key_of(backend: Backend, files: ModelFiles) -> dict[str, str]:
