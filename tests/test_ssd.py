@@ -568,18 +568,16 @@ from foredraft.proposers.ssd import Ssd
 from foredraft.types import SamplingParams
 target = BACKENDS["transformers"](tiny_llama(0))
 engine = Engine(target, Ssd(drafter_over(target, "draft"), always=True))
-request = Request([1, 2, 3], SamplingParams(max_tokens=500))
-events = engine.run([request])
+events = engine.run([Request([1, 2, 3], SamplingParams(max_tokens=500))])
 next(events)
 if sys.argv[2] == "interrupt":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
     def interrupt():  # again, if need be: where C code asks for an attribute, Python loses what is raised
         while True:
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=interrupt, daemon=True).start()
-    while True:  # until it is heard
-        list(events)
-        events = engine.run([request])
+    list(events)
 if sys.argv[2] == "raise":
     raise SystemExit(3)
 """
