@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ from foredraft.backends.base import Backend
 from foredraft.backends.transformers import TransformersBackend
 from foredraft.engine import Engine
 from foredraft.errors import ForedraftError, InvalidInputError, ModelError, UnsupportedError
-from foredraft.heads import files
+from foredraft.heads import checkpoints, files
 from foredraft.heads.block import BlockShape, rotary
-from foredraft.heads.checkpoints import TargetConfig
+from foredraft.heads.checkpoints import Checkpoint, TargetConfig
 from foredraft.heads.files import Head, about_head, load_head, save_head
 from foredraft.heads.model_layer import ModelLayerHead, own_head
 from foredraft.heads.parallel import MedusaHead, MTPHead, ParallelHead
@@ -309,6 +310,33 @@ def test_the_speculators_formats_own_eagle1(tmp_path: Path, target: Backend) -> 
     write(tmp_path, {**config, "layernorms": True}, tensors)
     with pytest.raises(ModelError, match="layernorms = true"):
         load_head(tmp_path, target)
+
+
+def test_a_layer_as_it_was_written_is_the_one_that_transformers_reads(
+    tmp_path: Path, target: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short way, which does not import transformers' models, and the long one, which all other files take."""
+    save_head(made("eagle3"), tmp_path / "head", target_config=TargetConfig.of(target, "org/name"))
+    file = tmp_path / "head" / "config.json"
+    config = json.loads(file.read_text())
+    taken = Checkpoint(tmp_path, config, {})
+    assert isinstance(checkpoints._config_of(taken.layer), SimpleNamespace)
+    short = checkpoints.block_shape(taken)
+    for other in ({"hidden_size": None}, {"more": 1}, {"mlp_bias": 0}, {"rope_theta": 1.0}):
+        assert not isinstance(_config_or_none({**taken.layer, **other}), SimpleNamespace)
+    gelu = {"transformer_layer_config": {**taken.layer, "hidden_act": "gelu"}}
+    with pytest.raises(ModelError, match="hidden_act = 'gelu'"):
+        checkpoints.block_shape(Checkpoint(tmp_path, gelu, {}))
+    monkeypatch.setattr(checkpoints, "_WRITTEN", {})
+    assert checkpoints.block_shape(taken) == short
+
+
+def _config_or_none(layer: Any) -> Any:
+    """What is made of a layer, `None` if transformers refuses it."""
+    try:
+        return checkpoints._config_of(layer)
+    except Exception:  # its own
+        return None
 
 
 def test_rotary_positions_scaled_as_in_llama_3(tmp_path: Path, target: Backend) -> None:

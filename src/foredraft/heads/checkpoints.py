@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,6 +27,19 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TORCH_FILES = ("pytorch_model.bin", "*.pt")
 """Names that public heads have which are not in safetensors."""
 _PLAIN_ROPE, _SCALED_ROPE = ("default",), ("linear", "llama3")
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_hidden_layers", "vocab_size", "max_position_embeddings"),
+)
+_WRITTEN = {
+    "model_type": str,
+    "hidden_act": str,
+    **dict.fromkeys(_SIZES, int),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), float),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), bool),
+    "rope_parameters": dict,
+}
+"""What `save_head` writes of a layer, and of which type."""
 
 HeadT = TypeVar("HeadT", bound=nn.Module)
 
@@ -156,14 +170,11 @@ def block_shape(checkpoint: Checkpoint, *, qk_norm: bool = False) -> BlockShape:
     Raises:
         ModelError: A size is missing, or the layer is of a kind that heads do not have here; the message names it.
     """
-    from transformers import LlamaConfig
-
     layer = checkpoint.layer
     for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
         if not isinstance(layer.get(name), int):
             raise checkpoint.refused(f"{name} is {layer.get(name)!r} in its config.json, but must be a number")
-    known: Any = {name: value for name, value in layer.items() if name not in ("model_type", "architectures")}
-    config: Any = LlamaConfig(**known)
+    config = _config_of(layer)
     for name, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if getattr(config, name) != wanted:
             raise checkpoint.refused(f"its layer has {name} = {getattr(config, name)!r}, and only {wanted!r} is known")
@@ -171,6 +182,21 @@ def block_shape(checkpoint: Checkpoint, *, qk_norm: bool = False) -> BlockShape:
         raise checkpoint.refused("its layer sees a sliding window only, and only full attention is known")
     theta, frequencies = _rope(checkpoint, config)
     return replace(BlockShape.of(config), rope_theta=theta, qk_norm=qk_norm, frequencies=frequencies)
+
+
+def _config_of(layer: Mapping[str, Any]) -> Any:
+    """The layer as transformers understands it. Importing that takes half a second, so what `save_head` wrote, which
+    leaves nothing open, is taken as it stands."""
+    kinds = {name: type(value) for name, value in layer.items() if name != "dtype"}
+    plain = {"rope_type": "default", "rope_theta": layer.get("rope_theta")}
+    if kinds == _WRITTEN and layer["rope_parameters"] == plain:
+        hidden, heads = layer["hidden_size"], layer["num_attention_heads"]
+        if heads > 0 and hidden % heads == 0:
+            return SimpleNamespace(**layer)
+    from transformers import LlamaConfig
+
+    known: Any = {name: value for name, value in layer.items() if name not in ("model_type", "architectures")}
+    return LlamaConfig(**known)
 
 
 def _rope(checkpoint: Checkpoint, config: Any) -> tuple[float, tuple[float, ...]]:
