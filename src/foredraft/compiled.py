@@ -10,20 +10,23 @@ from typing import Any, TypeVar
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def _njit(function: _Function, **options: bool) -> _Function:
+    """As numpy divides: a check for zero at each division is more code to wait for."""
+    njit: Any = importlib.import_module("numba").njit  # numba has no type hints
+    return njit(error_model="numpy", **options)(function)  # type: ignore[no-any-return]
+
+
 def inner(function: _Function) -> _Function:
     """Compiled for other compiled code alone: without the wrappers for Python, whose compilation takes long."""
-    njit: Any = importlib.import_module("numba").njit  # numba has no type hints
-    bare = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return njit(error_model="numpy", **bare)(function)  # type: ignore[no-any-return]
+    return _njit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def entry(function: _Function) -> _Function:
     """Compiled, and kept on disk where that is possible; a read-only or full disk costs only the next start's time."""
-    njit: Any = importlib.import_module("numba").njit
     try:
-        kernel = njit(cache=True, error_model="numpy")(function)
+        kernel = _njit(function, cache=True)
     except RuntimeError:  # there is no folder to keep it in
-        return njit(error_model="numpy")(function)  # type: ignore[no-any-return]
+        return _njit(function)
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:

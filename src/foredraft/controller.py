@@ -43,8 +43,8 @@ class Controller:
 
     Nodes that were *drawn* from a distribution q are never left out: whether a node is kept would depend on the token
     that was drawn, and then q is no longer the law it was drawn from, which bends the output. Of such drafts only the
-    length may be decided, before the draw (`whom_to_run`). Nodes without q, point masses, are functions of the
-    context: leaving out any of them keeps every rule exact.
+    length may be decided, before the draw (`deciding_kernels.join`). Nodes without q, point masses, are functions of
+    the context: leaving out any of them keeps every rule exact.
 
     Args:
         costs: Seconds of the target's forwards on this machine.

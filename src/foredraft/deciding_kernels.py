@@ -500,10 +500,8 @@ def _whom_to_run(
             part, length = p, 1
     if length <= 1:
         return part, length, np.inf
-    first, last = (
-        min(base + 1, len(seconds) - 1),
-        min(base + 4, len(seconds) - 1),
-    )  # the first may cost more than others
+    last = len(seconds) - 1
+    first, last = min(base + 1, last), min(base + 4, last)  # the first row may cost more than others
     row = (seconds[last] - seconds[first]) / max(last - first, 1) + book.node_seconds
     return part, length, rate * (arms[part].step + row) / (trust * _UNSCORED)
 
@@ -647,12 +645,12 @@ def join(
     for p in range(len(turns)):
         if asked >> p & 1 and turns[p].stops:
             beside = 1 << len(turns)  # what a head left out is less likely than if it had not been asked
-    scores, request = np.empty(total), _counts(state, state.request)
+    scores, workload, request = np.empty(total), _counts(state, state.workload), _counts(state, state.request)
     for i in range(total):
         node = nodes[i]
         node.set, found = node.who + beside, node.prior
         if state.workload:
-            found = _moved(_counts(state, state.workload), node.set, node.context, node.best, found)
+            found = _moved(workload, node.set, node.context, node.best, found)
         found = _moved(request, node.set, node.context, node.best, found)
         scores[i] = node.score = min(nodes[node.parent].score if node.parent >= 0 else 1.0, found)
     place = np.full(total, -1)
@@ -782,7 +780,7 @@ def advance(
     """
     state = states[0]
     arms, turns, book, nodes, plain = _arms(state), _turns(state), _book(state), _nodes(state), _forwards(state)[0]
-    text, path = (carray(_pointer(state.text), emitted, np.int64), carray(_pointer(state.path), accepted, np.int64))
+    text, path = carray(_pointer(state.text), emitted, np.int64), carray(_pointer(state.path), accepted, np.int64)
     verified = _drafted(state, drafted)
     watching = _settle(arms, turns, book, plain, verified, path, asked, emitted, deciding, accept_seconds)
     return watching, _begin(state, arms, turns, book, nodes, plain, text)

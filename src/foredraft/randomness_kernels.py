@@ -1,4 +1,4 @@
-"""The compiled part of `randomness`: the noise of a whole vocabulary and the largest weights over it, in one pass."""
+"""The compiled part of `randomness`: the noise of a whole vocabulary and the largest weight over it, in one pass."""
 
 from __future__ import annotations
 

@@ -22,22 +22,28 @@ def _any_above(block: NDArray[Any], least: float) -> bool:
 
 
 @inner
+def _place(columns: NDArray[np.int64], values: NDArray[Any], column: int, value: float) -> None:
+    """Put the number of the next column among the largest so far, if it is one: each column comes once, NaN or not."""
+    count = len(values)
+    place = min(count, column)  # so many are there
+    while place > 0 and value > values[place - 1]:
+        place -= 1
+        if place + 1 < count:
+            values[place + 1], columns[place + 1] = values[place], columns[place]
+    if place < count:
+        values[place], columns[place] = value, column
+
+
+@inner
 def rank(row: NDArray[Any], columns: NDArray[np.int64], values: NDArray[Any]) -> None:
     """Write the largest numbers of a row into `values`, and where they stand into `columns`; see `largest`."""
-    count = len(values)
     values[:] = -np.inf
     columns[:] = 0
     for start in range(0, len(row), _BLOCK):
         block = row[start : start + _BLOCK]
-        if start == 0 or _any_above(block, values[count - 1]):
+        if start == 0 or _any_above(block, values[-1]):
             for i in range(len(block)):
-                place = min(count, start + i)  # so many are there: each has its own column, NaN or not
-                while place > 0 and block[i] > values[place - 1]:
-                    place -= 1
-                    if place + 1 < count:
-                        values[place + 1], columns[place + 1] = values[place], columns[place]
-                if place < count:
-                    values[place], columns[place] = block[i], start + i
+                _place(columns, values, start + i, block[i])
 
 
 @inner
@@ -49,7 +55,7 @@ def rank_with_noise(
     values: NDArray[Any],
 ) -> None:
     """`rank` of the weights of some tokens over exponential noise; see `randomness_kernels`."""
-    uniform, last = np.empty(_BLOCK), len(values) - 1
+    uniform = np.empty(_BLOCK)
     values[:] = 0.0
     columns[:] = 0
     for start in range(0, len(weights), _BLOCK):
@@ -58,16 +64,10 @@ def rank_with_noise(
             uniform[i] = uniform_of(key, tokens[start + i])
         possible = 0
         for i in range(count):  # the noise is no less than this
-            possible += np.int32(weights[start + i] > values[last] * (1.0 - uniform[i]) * NEARLY)
+            possible += np.int32(weights[start + i] > values[-1] * (1.0 - uniform[i]) * NEARLY)
         if possible > 0:
             for i in range(count):
-                value, place = noised(weights[start + i], uniform[i]), last + 1
-                while place > 0 and value > values[place - 1]:
-                    place -= 1
-                    if place < last:
-                        values[place + 1], columns[place + 1] = values[place], columns[place]
-                if place <= last:
-                    values[place], columns[place] = value, start + i
+                _place(columns, values, start + i, noised(weights[start + i], uniform[i]))
 
 
 @entry

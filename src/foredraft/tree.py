@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ def depths(draft: Draft) -> list[int]:
     for parent in draft.parents:
         found.append(found[parent + 1] + 1)
     return found
+
+
+def is_straight(path: Sequence[int]) -> bool:
+    """Whether an accepted path is the first nodes one after the other: then nothing lies between what is kept."""
+    return list(path) == list(range(len(path)))
 
 
 def ancestor_mask(draft: Draft) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foredraft.backends.sublayers import Sublayers
 from foredraft.errors import InvalidInputError, UnsupportedError
+from foredraft.tree import is_straight
 from foredraft.types import Draft
 
 USE_INSTEAD = "Use 'suffix', 'recycling', 'ngram' or 'draft:REF'."
@@ -48,8 +49,8 @@ class Features:
     def commit(self, path: Sequence[int]) -> None:
         """Keep the root and the nodes of the path."""
         if self._pending is not None:
-            chain = list(path) == list(range(len(path)))
-            self.append(self._pending[: 1 + len(path)] if chain else self._pending[[0, *(node + 1 for node in path)]])
+            rows = slice(1 + len(path)) if is_straight(path) else [0, *(node + 1 for node in path)]
+            self.append(self._pending[rows])
         self._pending = None
 
     def append(self, rows: Rows) -> None:

@@ -16,7 +16,7 @@ from foredraft.backends.int8 import quantize
 from foredraft.backends.partial import Split, refuse_unless_layered, split, sublayers, without
 from foredraft.backends.sublayers import Sublayers
 from foredraft.errors import UnsupportedError
-from foredraft.tree import ancestor_mask, depths
+from foredraft.tree import ancestor_mask, depths, is_straight
 from foredraft.types import Draft
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class TransformersBackend(Backend):
     def commit(self, cache: KVCache, path: Sequence[int]) -> None:
         """Keep the root and the nodes of the path, moved together where siblings lay between them."""
         assert isinstance(cache, TransformersCache)
-        if list(path) != list(range(len(path))):
+        if not is_straight(path):
             cache.gather(path)
         cache.drop(cache.pending - 1 - len(path))
         cache.pending = 0

@@ -19,7 +19,7 @@ from foredraft.proposers.base import OFFER, Proposer
 from foredraft.proposers.forks import Fork, Outcome, Plan
 from foredraft.proposers.growing import Branch, ChainBranch, ModelFork
 from foredraft.proposers.head_trees import BESIDE, DEEPEST, WIDTH, Candidate, TreeBranch, likeliest_nodes
-from foredraft.proposers.heads import HeadDrafter, HeadProposer, require_features
+from foredraft.proposers.heads import HeadDrafter, HeadProposer, require_features, temperature_of
 from foredraft.randomness import KeyedSource, RandomSource
 from foredraft.sampling import Law
 from foredraft.tree import depths
@@ -187,7 +187,8 @@ class TreeProposer(_RecurrentProposer):
         rows, fresh = self._news(tokens) if budget else (None, ())
         if rows is None:
             return 0
-        growth, room = Growth(WIDTH, BESIDE, DEEPEST, least, *self._ranking(len(tokens))), nodes[:budget]
+        keys, room = self._keys(len(tokens)), nodes[:budget]
+        growth = Growth(WIDTH, BESIDE, DEEPEST, least, temperature_of(self._law), keys)
         found = self._run.path(rows, fresh, growth, room)
         if found is None:
             found = self._grow_path(self._run.commit(rows, fresh), len(tokens), least, room)
@@ -195,13 +196,10 @@ class TreeProposer(_RecurrentProposer):
         self.forwards += steps
         return count
 
-    def _ranking(self, position: int) -> tuple[float, NDArray[np.uint64]]:
-        """By what tokens are ranked from a position on: see `Growth`."""
-        if self._law.greedy:
-            return 1.0, _NO_KEYS
+    def _keys(self, position: int) -> NDArray[np.uint64]:
+        """Of the noise that the target will draw with from a position on, if it does: see `Growth`."""
         source = self._source.at(position)
-        keys = source.keys(DEEPEST) if isinstance(source, KeyedSource) else _NO_KEYS
-        return float(getattr(self._law, "temperature", 1.0)), keys
+        return source.keys(DEEPEST) if isinstance(source, KeyedSource) and not self._law.greedy else _NO_KEYS
 
     @torch.inference_mode()
     def _grow_path(self, logits: Tensor, position: int, least: float, nodes: NDArray[Any]) -> tuple[int, int]:

@@ -100,6 +100,11 @@ def require_features(target: Backend, drafter: str) -> None:
         )
 
 
+def temperature_of(law: Law) -> float:
+    """By which logits are divided before tokens are ranked; 1 where it makes no difference or is not known."""
+    return 1.0 if law.greedy else float(getattr(law, "temperature", 1.0))
+
+
 def likeliest_tokens(
     logits: Tensor, law: Law, source: RandomSource, ids: Tensor | None, width: int
 ) -> tuple[list[list[int]], list[list[float]]]:
@@ -115,7 +120,7 @@ def likeliest_tokens(
         ids: `[V_draft]` the target's ids of these columns; `None` if they are all.
         width: Most tokens a row.
     """
-    values = logits / (1.0 if law.greedy else getattr(law, "temperature", 1.0))
+    values = logits / temperature_of(law)
     width = min(width, values.shape[1])
     if isinstance(source, KeyedSource) and not law.greedy:
         every = ids if ids is not None else torch.arange(values.shape[1], device=values.device)

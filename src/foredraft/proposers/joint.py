@@ -65,6 +65,7 @@ class State:
         self.drafted = np.zeros(_ROOM, dtype=kernels.DRAFTED)
         self.nodes = np.zeros(kernels.MOST_HELD + self.offers.size, dtype=kernels.NODE)
         self.text, self.path = np.zeros((2, 1 + _ROOM), dtype=np.int64)
+        self.turns = turns
         self._kept = arms, turns, book, workload, request  # whose addresses they are must not go
         self.record = np.zeros(1, dtype=kernels.STATE)
         names = "arms", "turns", "book", "workload", "request", "offers", "nodes", "drafted", "text", "path"
@@ -84,11 +85,11 @@ class State:
 class JointProposer(Proposer):
     """Several proposers, in the order in which equals are preferred, and what their drafts are joined in."""
 
-    def __init__(self, parts: Sequence[Proposer], turns: NDArray[Any], state: State, whose: Sequence[str]) -> None:
+    def __init__(self, parts: Sequence[Proposer], state: State, whose: Sequence[str]) -> None:
         self._parts = tuple(parts)
         self._whose = whose
-        self._turns, self._state, self._record = turns, state, state.record
-        self._offered = turns["offered"]
+        self._state, self._record = state, state.record
+        self._offered = state.turns["offered"]
         self._rows = list(state.offers)
         self._columns = [state.drafted[name] for name in ("token", "parent", "score", "who")]
 
@@ -124,7 +125,7 @@ class HybridProposer(JointProposer):
         turns = np.zeros(len(parts), dtype=kernels.TURN)
         turns["chance"] = UNSCORED
         state = State(None, turns, None, None, calibration.counts, trees=True)
-        super().__init__(parts, turns, state, calibration.whose)
+        super().__init__(parts, state, calibration.whose)
         self._calibration = calibration
         self._peeking: HybridProposer | None = None
         self._proposed = False  # since the last verification
@@ -177,10 +178,10 @@ class AutoProposer(JointProposer):
         turns, workload = new_turns(auto.arms, [part.stops for part in parts]), auto.calibration.counts
         book, request = auto.controller.book, np.zeros_like(workload)
         state = State(auto.arms, turns, book, workload, request, trees=auto.trees)
-        super().__init__(parts, turns, state, auto.calibration.whose)
+        super().__init__(parts, state, auto.calibration.whose)
         self._auto = auto
         self._text, self._path = state.text, state.path
-        self._took, self._learned, self._steps = (self._turns[name] for name in ("took", "learned", "steps"))
+        self._took, self._learned, self._steps = (turns[name] for name in ("took", "learned", "steps"))
         self._costly = [part for part, arm in enumerate(auto.arms) if arm["costly"]]
         learning = [part for part, who in enumerate(parts) if type(who).observe is not Proposer.observe]
         self._learning = [(part, parts[part].watches) for part in learning]

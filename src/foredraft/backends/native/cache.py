@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from foredraft.backends.base import Features, KVCache, Query
 from foredraft.backends.native.weights import Floats
+from foredraft.tree import is_straight
 
 FIRST_ROWS = 256  # of a cache; it doubles when it is full
 
@@ -74,7 +75,7 @@ class NativeCache(KVCache):
     def keep(self, path: Sequence[int]) -> None:
         """Commit the root and these nodes."""
         first = self.committed + 1
-        if list(path) != list(range(len(path))):
+        if not is_straight(path):
             old, new = np.asarray(path) + first, np.arange(len(path)) + first
             lanes = self.keys.shape[-1]
             self.values[:, :, new] = self.values[:, :, old]

@@ -33,6 +33,7 @@ from foredraft.backends.native.weights import Floats, Linear, Weights
 
 _KV = "f32"
 _AT_ONCE = 256  # committed tokens
+_NO_FEATURES, _NO_TOKENS = np.zeros((0, 0, 0), dtype=np.float32), np.zeros(0, dtype=np.int64)
 _PATH = np.dtype(
     [*((name, np.int64) for name in ("offered", "end", "depth", "open")), ("chance", np.float64)], align=True
 )
@@ -131,7 +132,7 @@ class NativeHead:
         self._head = _head_table(weights)
         self._rotary = Rotary(weights.decoder.inverse_frequencies)
         self._work: tuple[Workspace, _Room] | None = None
-        # Of a path: what is read, and its end, which moves on.
+        # What is read, and the end of a path, which moves on.
         self._nodes, self._seen = np.zeros(_AT_ONCE, dtype=NODE), np.zeros((_AT_ONCE, _AT_ONCE), dtype=np.int64)
         self._end_node, self._end_seen = np.zeros(1, dtype=NODE), np.zeros((1, _AT_ONCE), dtype=np.int64)
         self._sequences, self._end_sequence = np.zeros((2, 1), dtype=SEQUENCE)
@@ -148,16 +149,10 @@ class NativeHead:
 
         They take the place of all drafted nodes in the cache.
         """
-        hidden, layers = self.weights.decoder.measures.hidden, self.weights.layers
         for start in range(0, len(tokens), _AT_ONCE):
-            rows = features[start : start + _AT_ONCE]
-            line = np.arange(len(rows))
-            fresh, seen = tokens[start : start + _AT_ONCE], np.broadcast_to(line, (len(rows), len(rows)))
-            batch = self._batch(cache, fresh, seen, line + 1)
-            work, room = self._room(len(batch.nodes), int(batch.sequences["rows"][0]))
-            target = room.features if self.weights.fuse is not None else room.states
-            target[: len(rows)].reshape(len(rows), layers, -1)[..., :hidden] = rows
-            step = self._run(batch, work, room, scored=1, from_features=True)
+            rows = np.ascontiguousarray(features[start : start + _AT_ONCE])
+            batch, work, room = self._line(cache, len(rows))
+            step = self._run(batch, work, room, 1, rows, np.array(tokens[start : start + _AT_ONCE]))
             cache.committed += len(rows)
         return step
 
@@ -187,17 +182,12 @@ class NativeHead:
         if rest:
             self.commit(cache, features[:rest], tokens[:rest])
             features, tokens = features[rest:], tokens[rest:]
-        base, count = cache.committed, len(tokens)
-        cache.reserve(base + count + growth.deepest)
-        self._sequences[0] = (0, count, base, base + count, *cache.where)
-        rotary = self._rotary.until(base + count + growth.deepest)
-        batch = Batch(self._nodes[:count], self._seen, self._sequences, *rotary)
-        end = Batch(self._end_node, self._end_seen, self._end_sequence, *rotary)
+        batch, *room = self._line(cache, len(tokens), growth.deepest)
+        end = batch._replace(nodes=self._end_node, ancestors=self._end_seen, sequences=self._end_sequence)
         self._paths[0] = (0, -1, 0, 0, 1.0)
-        room = self._room(count, base + count + growth.deepest)
         shared = self._tables, self._head, batch, end, *room, self._logits, features, np.array(tokens), ids
         self._team.run(head_path, *shared, growth, self._paths, offers)
-        cache.committed += count
+        cache.committed += len(tokens)
         return int(self._paths["offered"][0]), int(self._paths["depth"][0])
 
     def expand(
@@ -220,7 +210,16 @@ class NativeHead:
         batch = self._batch(cache, tokens, np.array(paths), np.array(depths))
         work, room = self._room(len(batch.nodes), int(batch.sequences["rows"][0]))
         room.states[: len(tokens)] = states
-        return self._run(batch, work, room, scored=len(tokens), from_features=False)
+        return self._run(batch, work, room, len(tokens), _NO_FEATURES, _NO_TOKENS)
+
+    def _line(self, cache: NativeCache, count: int, more: int = 0) -> tuple[Batch, Workspace, _Room]:
+        """Room for so many tokens one after the other, which the kernel fills in, and for `more` behind them."""
+        base = cache.committed
+        rows = base + count + more
+        cache.reserve(rows)
+        self._sequences[0] = (0, count, base, base + count, *cache.where)
+        batch = Batch(self._nodes[:count], self._seen, self._sequences, *self._rotary.until(rows))
+        return batch, *self._room(count, rows)
 
     def _batch(
         self, cache: NativeCache, tokens: Sequence[int], seen: NDArray[np.int64], counts: NDArray[np.int64]
@@ -246,10 +245,18 @@ class NativeHead:
             self._work = work, room
         return self._work
 
-    def _run(self, batch: Batch, work: Workspace, room: _Room, *, scored: int, from_features: bool) -> Step:
+    def _run(
+        self,
+        batch: Batch,
+        work: Workspace,
+        room: _Room,
+        scored: int,
+        features: Floats,
+        tokens: NDArray[np.int64],
+    ) -> Step:
         count = len(batch.nodes)
         logits = np.empty((scored, self.weights.decoder.head.rows), dtype=np.float32)
-        self._team.run(head_forward, self._tables, self._head, batch, work, room, from_features, logits)
+        self._team.run(head_forward, self._tables, self._head, batch, work, room, features, tokens, logits)
         return Step(room.states[count - scored : count].copy(), logits)
 
 

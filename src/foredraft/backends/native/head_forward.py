@@ -98,27 +98,6 @@ def _step(
 
 
 @compiled
-def head_forward(
-    thread: int,
-    threads: int,
-    arrivals: Any,
-    tables: Any,
-    heads: Any,
-    batch: Any,
-    work: Any,
-    room: Any,
-    from_features: bool,
-    logits: Any,
-) -> None:
-    """One step of a head for some nodes: their tokens and the states above them become the states after them.
-
-    It begins with the states in `room.states`, or, if the head has a matrix for them, with those that it makes
-    `from_features`; it ends with new ones in their place, and `logits` `[m, V]` of the last m.
-    """
-    _step(tables, heads[0], batch, work, room, from_features, logits, thread, threads, arrivals, 0)
-
-
-@compiled
 def _read(head: Any, batch: Any, features: Any, tokens: Any, room: Any) -> None:
     """The batch becomes these tokens, one after the other, and the room has the features before them."""
     sequence, states = batch.sequences[0], room.features if head.fuses else room.states
@@ -132,6 +111,34 @@ def _read(head: Any, batch: Any, features: Any, tokens: Any, room: Any) -> None:
             batch.ancestors[i, j] = sequence.committed + j
         for layer in range(head.layers):
             states[i, layer * width : layer * width + hidden] = features[i, layer]
+
+
+@compiled
+def head_forward(
+    thread: int,
+    threads: int,
+    arrivals: Any,
+    tables: Any,
+    heads: Any,
+    batch: Any,
+    work: Any,
+    room: Any,
+    features: Any,
+    tokens: Any,
+    logits: Any,
+) -> None:
+    """One step of a head for some nodes: their tokens and the states above them become the states after them.
+
+    Where there are `tokens`, these are the nodes, one after the other, and the states above them are read of `features`
+    `[n, layers, H]`, or, if the head has a matrix for that, made of them. Else the states are those in `room.states`.
+    New ones take their place, and `logits` `[m, V]` are of the last m.
+    """
+    head, reads, stage = heads[0], len(tokens) > 0, 0
+    if reads:
+        if thread == 0:
+            _read(head, batch, features, tokens, room)
+        stage = wait(threads, arrivals, stage)
+    _step(tables, head, batch, work, room, reads, logits, thread, threads, arrivals, stage)
 
 
 @compiled
